@@ -1,0 +1,12 @@
+"""A pytest plugin, `-p docs.examples`: runs the `python` blocks of README.md and docs/, one namespace a page."""
+
+from pathlib import Path
+
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    path=str(Path(__file__).resolve().parents[1]),
+    patterns=["README.md", "docs/*.md"],
+).pytest()
