@@ -3,19 +3,10 @@
 import pytest
 import torch
 import transformers
+from zoo import Float64
+
 from megalith.models.gpt import GPT, GPTConfig
 from megalith.models.llama import Llama, LlamaConfig
-from torch.overrides import TorchFunctionMode
-
-
-class KeepDouble(TorchFunctionMode):
-    """Hugging Face's norms round to float32 even in a float64 model; here float64 stays float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.to and args[0].dtype == torch.float64 and args[1:] == (torch.float32,):
-            return args[0]
-        return func(*args, **kwargs)
 
 
 def logits_and_grads(model, logits_fn, input_ids, cotangent):
@@ -58,9 +49,9 @@ def test_llama_equals_hugging_face(n_kv_heads, tied):
     theirs.load_state_dict(ours.state_dict())
     input_ids = torch.randint(config.vocab, (3, 17))
     cotangent = torch.randn(3, 17, config.vocab, dtype=torch.float64)
-    with KeepDouble():
+    with Float64():  # their norms and both models' rotary angles would be float32
         expected = logits_and_grads(theirs, lambda i: theirs(i, use_cache=False).logits, input_ids, cotangent)
-    assert_equal(logits_and_grads(ours, ours, input_ids, cotangent), expected)
+        assert_equal(logits_and_grads(ours, ours, input_ids, cotangent), expected)
 
 
 def gpt2_state(tensors):
@@ -82,9 +73,7 @@ def gpt2_state(tensors):
             name = name.replace(f".{ours}.", f".{theirs}.")
         return name
 
-    return {
-        rename(name): tensor.T if name.endswith("_proj.weight") else tensor for name, tensor in tensors.items()
-    }
+    return {rename(name): tensor.T if name.endswith("_proj.weight") else tensor for name, tensor in tensors.items()}
 
 
 def test_gpt_equals_hugging_face():

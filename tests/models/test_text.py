@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from megalith.models.text import batch_at, batches, decode, documentation, encode, generate, train_tokenizer
 
 
@@ -29,7 +30,7 @@ def test_tokenizer_has_the_size_asked_for_compresses_and_loses_nothing(text, tok
     ids = encode(text, tokenizer)
     assert tokenizer.get_vocab_size() == 2048
     assert ids.dtype == torch.int64
-    assert 0 <= ids.min() and ids.max() < 2048
+    assert ids.min() >= 0 and ids.max() < 2048
     assert len(ids) < len(text) / 3
     assert decode(ids, tokenizer) == text
     assert torch.equal(encode(text[:5000], train_tokenizer(text)), encode(text[:5000], tokenizer))

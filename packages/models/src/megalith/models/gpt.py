@@ -21,7 +21,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dim % self.n_heads:
             raise ValueError(f"n_heads must divide dim; got dim={self.dim}, n_heads={self.n_heads}")
 
@@ -76,16 +76,17 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        embed_tokens = nn.Embedding(config.vocab, config.dim)  # v e
         self.model = nn.ModuleDict(
             dict(
-                embed_tokens=nn.Embedding(config.vocab, config.dim),  # v e
+                embed_tokens=embed_tokens,
                 embed_positions=nn.Embedding(config.positions, config.dim),  # p e
                 layers=nn.ModuleList(Block(config) for _ in range(config.n_layers)),
                 norm=nn.LayerNorm(config.dim, config.norm_eps),
             )
         )
         self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)  # v e
-        self.lm_head.weight = self.model.embed_tokens.weight
+        self.lm_head.weight = embed_tokens.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=config.init_std)

@@ -25,7 +25,7 @@ class LlamaConfig:
     tied: bool = False
     init_std: float = 0.02
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dim % self.n_heads or self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads must divide dim, and n_kv_heads must divide n_heads; "
@@ -38,7 +38,7 @@ class LlamaConfig:
 
 
 def rope(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [s, d] of the rotary angles at integer positions [s], in float32 (Su et al., arXiv:2104.09864)."""
+    """Cosine and sine [s, d] of the rotary angles at integer positions [s], float32 (Su et al., arXiv:2104.09864)."""
     exponent = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim  # [d/2]
     angles = positions.float()[:, None] * (1.0 / theta**exponent)  # [s, d/2]
     angles = torch.cat([angles, angles], dim=-1)  # [s, d]
@@ -111,16 +111,17 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
+        embed_tokens = nn.Embedding(config.vocab, config.dim)  # v e
         self.model = nn.ModuleDict(
             dict(
-                embed_tokens=nn.Embedding(config.vocab, config.dim),  # v e
+                embed_tokens=embed_tokens,
                 layers=nn.ModuleList(Block(config) for _ in range(config.n_layers)),
                 norm=nn.RMSNorm(config.dim, config.norm_eps),
             )
         )
         self.lm_head = nn.Linear(config.dim, config.vocab, bias=False)  # v e
         if config.tied:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embed_tokens.weight
         for parameter in self.parameters():
             if parameter.ndim == 2:  # the norms' weights stay 1
                 nn.init.normal_(parameter, std=config.init_std)
