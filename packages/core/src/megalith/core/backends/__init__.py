@@ -1,0 +1,1 @@
+"""What runs a program: all ranks in this process, or a process a rank."""

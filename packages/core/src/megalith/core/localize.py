@@ -1,0 +1,168 @@
+"""Which ops change when they run on a shard? Those with sizes among their arguments, and those that look things up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalith.sharding import markers
+from megalith.sharding.graph import Ref, TensorType
+from megalith.sharding.partition import Run
+
+__all__ = ["LOCALIZE", "Emit", "identity"]
+
+aten = torch.ops.aten
+Changed = tuple[tuple[Any, ...], dict[str, Any]] | None
+
+
+@dataclass(frozen=True)
+class Emit:
+    """A run about to become instructions: its arguments as slots, and `emit(fn, *args, out=slot)` to write one."""
+
+    run: Run
+    rank: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    types: dict[int, TensorType]
+    emit: Callable[..., Ref]
+
+    def shape(self, ref: Ref | int) -> tuple[int, ...]:
+        return self.types[ref.id if isinstance(ref, Ref) else ref].shape
+
+
+LOCALIZE: dict[str, Callable[[Emit], Changed]] = {}
+
+
+def identity(op: Any) -> bool:
+    """Whether an op merely returns its first operand."""
+    return op is markers.constrain or op is markers.like
+
+
+def _localizes(*names: str) -> Callable[[Callable[[Emit], Changed]], Callable[[Emit], Changed]]:
+    def register(fn: Callable[[Emit], Changed]) -> Callable[[Emit], Changed]:
+        for name in names:
+            LOCALIZE[name] = fn
+        return fn
+
+    return register
+
+
+# --- ops that take a shape ------------------------------------------------------------------------
+
+
+@_localizes("aten.reshape.default", "aten.expand.default", "aten.slice_backward.default")
+def _shape_second(e: Emit) -> Changed:
+    return (e.args[0], list(e.shape(e.outputs[0])), *e.args[2:]), e.kwargs
+
+
+@_localizes("aten.full.default")
+def _shape_first(e: Emit) -> Changed:
+    return (list(e.shape(e.outputs[0])), *e.args[1:]), e.kwargs
+
+
+# --- sums of many -----------------------------------------------------------------------------------
+
+
+@_localizes("add_n")
+def _add_n(e: Emit) -> Changed:
+    total, *rest = e.args[0]
+    for term in rest[:-1]:
+        total = e.emit(aten.add.Tensor, total, term)
+    e.emit(aten.add.Tensor, total, rest[-1], out=e.outputs[0])
+    return None
+
+
+@_localizes("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
+def _extremum(e: Emit) -> Changed:
+    x = e.types[e.args[0].id]
+    if 0 not in x.shape:
+        return e.args, e.kwargs
+    info: Any = torch.finfo(x.dtype) if x.dtype.is_floating_point else torch.iinfo(x.dtype)
+    lowest = float("-inf") if x.dtype.is_floating_point else info.min
+    highest = float("inf") if x.dtype.is_floating_point else info.max
+    value = lowest if "max" in e.run.node.name else highest
+    e.emit(aten.full.default, list(e.shape(e.outputs[0])), value, out=e.outputs[0], dtype=x.dtype)
+    return None
+
+
+# --- look-ups in a dim of which each rank holds a block -----------------------------------------------
+
+
+def _block(e: Emit, operand: int, dim: int) -> tuple[int, int]:
+    """First index and number of the indices of a dim that this rank holds."""
+    ranges = e.run.operands[operand].layout.ranges(e.rank)[dim]
+    return (ranges[0][0], ranges[0][1] - ranges[0][0]) if ranges else (0, 0)
+
+
+def _own(e: Emit, index: Ref, start: int, n: int) -> tuple[Ref, Ref]:
+    """Indices into this rank's block, 0 where they fall outside; and where they do."""
+    local = e.emit(aten.sub.Tensor, index, start)
+    below, above = e.emit(aten.lt.Scalar, local, 0), e.emit(aten.ge.Scalar, local, n)
+    outside = e.emit(aten.logical_or.default, below, above)
+    return e.emit(aten.masked_fill.Scalar, local, outside, 0), outside
+
+
+@_localizes("aten.embedding.default")
+def _embedding(e: Emit) -> Changed:
+    weight, ids = e.args[0], e.args[1]
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    start, n = _block(e, 0, 0)
+    if n == 0:
+        out = e.types[e.outputs[0]]
+        e.emit(aten.full.default, list(out.shape), 0, out=e.outputs[0], dtype=out.dtype)
+        return None
+    local, outside = _own(e, ids, start, n)
+    rows = e.emit(aten.embedding.default, weight, local)
+    mask = e.emit(aten.reshape.default, outside, [*e.shape(outside), 1])
+    e.emit(aten.masked_fill.Scalar, rows, mask, 0, out=e.outputs[0])
+    return None
+
+
+@_localizes("aten.embedding_dense_backward.default")
+def _embedding_backward(e: Emit) -> Changed:
+    g, ids, _, padding, scale = e.args
+    n = e.shape(e.outputs[0])[0]
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    layout = e.run.outputs[0].layout  # type: ignore[union-attr]
+    ranges = layout.ranges(e.rank)[0]
+    start = ranges[0][0] if ranges else 0
+    local, outside = _own(e, ids, start, n)
+    mask = e.emit(aten.reshape.default, outside, [*e.shape(outside), 1])
+    masked = e.emit(aten.masked_fill.Scalar, g, mask, 0)
+    padding = padding - start if padding >= 0 and 0 <= padding - start < n else -1
+    e.emit(aten.embedding_dense_backward.default, masked, local, n, padding, scale, out=e.outputs[0])
+    return None
+
+
+@_localizes("aten.gather.default")
+def _gather(e: Emit) -> Changed:
+    x, dim, index = e.args[:3]
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    start, n = _block(e, 0, dim % len(e.shape(x)))
+    if n == 0:
+        out = e.types[e.outputs[0]]
+        e.emit(aten.full.default, list(out.shape), 0, out=e.outputs[0], dtype=out.dtype)
+        return None
+    local, outside = _own(e, index, start, n)
+    picked = e.emit(aten.gather.default, x, dim, local)
+    e.emit(aten.masked_fill.Scalar, picked, outside, 0, out=e.outputs[0])
+    return None
+
+
+@_localizes("aten.scatter_add.default")
+def _scatter_add(e: Emit) -> Changed:
+    x, dim, index, src = e.args
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    start, n = _block(e, 0, dim % len(e.shape(x)))
+    local, outside = _own(e, index, start, n)
+    kept = e.emit(aten.masked_fill.Scalar, src, outside, 0)
+    e.emit(aten.scatter_add.default, x, dim, local, kept, out=e.outputs[0])
+    return None

@@ -1,0 +1,293 @@
+"""How does a partition become the program of one rank? Sizes become local ones, moves become collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from megalith.core.localize import LOCALIZE, Emit, identity
+from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
+from megalith.sharding.graph import Ref, TensorType, map_refs, op_name, refs
+from megalith.sharding.layout import Layout
+from megalith.sharding.partition import Move, Partition, Run, Version
+from megalith.sharding.transition import Step, plan
+from megalith.sharding.transport import StepRecipe, apply_op, pack, recipe, unpack
+
+__all__ = ["lower"]
+
+aten = torch.ops.aten
+
+
+def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None) -> Program:
+    """The program of one rank.
+
+    Takes a partition. Gives instructions on local shards: each run with its shape arguments made local, each move as
+    its planned steps, packed, launched, awaited and unpacked. After this, all ranks of a group have the same collectives
+    in the same order.
+
+    Args:
+        partition: the graph laid out.
+        rank: the rank, by which sizes, offsets and peers are fixed.
+        names: names of the inputs, if not the graph's own.
+    """
+    builder = _Builder(partition, rank)
+    inputs = [builder.slot_for(v) for v in partition.inputs]
+    constants = {
+        builder.slot_for(v): partition.graph.constants[v.value] for v in partition.constants
+    }
+    for step in partition.steps:
+        if isinstance(step, Move):
+            builder.move(step)
+        else:
+            builder.run(step)
+    outputs = tuple(Ref(builder.slots[o]) if isinstance(o, Version) else o for o in partition.outputs)
+    constants.update(builder.constants)
+    instructions = _mark_overwrites(_without_dead(builder.instructions, outputs), {*inputs, *constants}, outputs)
+    used = {slot for i in instructions for slot in reads(i)} | {r.id for r in refs(outputs)}
+    return Program(
+        partition.mesh,
+        rank,
+        tuple(inputs),
+        names or partition.graph.names,
+        tuple(v.layout for v in partition.inputs),
+        {slot: tensor for slot, tensor in constants.items() if slot in used},
+        instructions,
+        outputs,
+        tuple(o.layout if isinstance(o, Version) else None for o in partition.outputs),
+        builder.types,
+    )
+
+
+class _Builder:
+    """The instructions so far, and which slot holds which version of which value."""
+
+    def __init__(self, partition: Partition, rank: int) -> None:
+        self.partition = partition
+        self.rank = rank
+        self.slots: dict[Version, int] = {}
+        self.types: dict[int, TensorType] = {}
+        self.constants: dict[int, torch.Tensor] = {}
+        self.instructions: list[Instruction] = []
+        self.factories: dict[int, Run] = {}  # value -> the run that makes it from nothing
+
+    # --- slots ---
+
+    def new_slot(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        slot = len(self.types)
+        self.types[slot] = TensorType(tuple(shape), dtype)
+        return slot
+
+    def slot_for(self, version: Version) -> int:
+        dtype = self.partition.types[version.value].dtype
+        slot = self.new_slot(version.layout.local_shape(self.rank), dtype)
+        self.slots[version] = slot
+        return slot
+
+    def constant(self, tensor: torch.Tensor) -> Ref:
+        slot = self.new_slot(tuple(tensor.shape), tensor.dtype)
+        self.constants[slot] = tensor
+        return Ref(slot)
+
+    # --- runs ---
+
+    def run(self, run: Run) -> None:
+        node = run.node
+        operands = iter(run.operands)
+        args, kwargs = map_refs((node.args, node.kwargs), lambda _: Ref(self.slots[next(operands)]))
+        shapes = [None if o is None else o.layout.local_shape(self.rank) for o in run.outputs]
+        if identity(node.op):
+            assert run.outputs[0] is not None
+            self.slots[run.outputs[0]] = args[0].id
+            return
+        if node.name == "aten.full.default":
+            self.factories[node.outputs[0]] = run
+
+        def emit(fn: Callable[..., Any], *a: Any, out: int | None = None, **k: Any) -> Ref:
+            """One op with one output; its type is learnt from torch's meta kernels unless the slot is given."""
+            slot = self.infer(fn, a, k) if out is None else out
+            self.instructions.append(Compute(fn, a, k, (slot,), node.origin))
+            return Ref(slot)
+
+        outs = tuple(-1 if v is None else self.slot_for(v) for v in run.outputs)
+        if all(s is not None and 0 in s for s in shapes):
+            for slot, shape in zip(outs, shapes, strict=True):
+                emit(aten.full.default, list(shape or ()), 0, out=slot, dtype=self.types[slot].dtype)
+            return
+        localize = LOCALIZE.get(node.name)
+        if localize is not None:
+            context = Emit(run, self.rank, args, kwargs, outs, self.types, emit)
+            changed = localize(context)
+            if changed is None:
+                return
+            args, kwargs = changed
+        self.instructions.append(Compute(node.op, args, kwargs, outs, node.origin))  # type: ignore[arg-type]
+
+    def infer(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
+        def meta(ref: Ref) -> torch.Tensor:
+            kind = self.types[ref.id]
+            return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
+
+        meta_kwargs = {**kwargs, "device": "meta"} if op_name(fn).startswith("aten.full") else kwargs
+        out = fn(*map_refs(args, meta), **map_refs(meta_kwargs, meta))
+        return self.new_slot(tuple(out.shape), out.dtype)
+
+    # --- moves ---
+
+    def move(self, move: Move) -> None:
+        source, target = move.source, move.target
+        factory = self.factories.get(source.value)
+        if factory is not None and not target.layout.partial:
+            slot = self.slot_for(target)
+            shape = list(target.layout.local_shape(self.rank))
+            node = factory.node
+            self.instructions.append(Compute(node.op, (shape, *node.args[1:]), node.kwargs, (slot,), node.origin))  # type: ignore[arg-type]
+            return
+        slot = self.slots[source]
+        for step in plan(source.layout, target.layout, move.dtype_size).steps:
+            slot = self.step(step, slot, move)
+        if self.types[slot].shape != target.layout.local_shape(self.rank):
+            raise AssertionError(f"{source.layout} -> {target.layout} gave {self.types[slot]}")
+        self.slots[target] = slot
+
+    def step(self, step: Step, slot: int, move: Move) -> int:
+        dtype = self.types[slot].dtype
+        how = recipe(step, self.rank)
+        buffer = self.transport(how, how.pack, slot, move) if step.kind != "exchange" else self._pack(step, how, slot, move)
+        if step.kind in ("slice", "zero"):
+            return buffer
+        n = len(how.peers)
+        arrived = {
+            "all_gather": (n, *how.chunk),
+            "all_to_all": (n, *how.chunk),
+            "all_reduce": how.chunk,
+            "reduce_scatter": how.chunk,
+            "exchange": (sum(how.receive_sizes),),
+        }[step.kind]
+        pending = self.new_slot(arrived, dtype)
+        result = self.new_slot(arrived, dtype)
+        self.instructions.append(
+            Launch(
+                step.kind,
+                step.op,
+                step.axes,
+                how.peers,
+                buffer,
+                pending,
+                how.send_sizes,
+                how.receive_sizes,
+                step.cost(move.dtype_size).bytes_received,
+                False,
+                step.source,
+                step.target,
+                move.origin,
+                move.cause,
+            )
+        )
+        self.instructions.append(Wait(pending, result, move.origin))
+        if step.kind == "exchange":
+            out = self.new_slot(how.shape, dtype)
+            fn = _named("unpack_exchange", unpack, step, self.rank)
+            self.instructions.append(Compute(fn, (Ref(result),), {}, (out,), move.origin))
+            return out
+        return self.transport(how, how.unpack, result, move)
+
+    def _pack(self, step: Step, how: StepRecipe, slot: int, move: Move) -> int:
+        out = self.new_slot((sum(how.send_sizes),), self.types[slot].dtype)
+        fn = _named("pack_exchange", pack, step, self.rank)
+        self.instructions.append(Compute(fn, (Ref(slot),), {}, (out,), move.origin))
+        return out
+
+    def transport(self, how: StepRecipe, ops: Any, slot: int, move: Move) -> int:
+        """Local reordering before or after a collective, as plain ops."""
+        for name, parameter in ops:
+            shape, dtype = self.types[slot].shape, self.types[slot].dtype
+            fn, args, new = _transport_op(name, parameter, shape, dtype, self.constant)
+            out = self.new_slot(new, dtype)
+            self.instructions.append(Compute(fn, (Ref(slot), *args), {}, (out,), move.origin))
+            slot = out
+        return slot
+
+
+def _transport_op(
+    name: str, parameter: Any, shape: tuple[int, ...], dtype: torch.dtype, constant: Callable[[torch.Tensor], Ref]
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]:
+    """A transport operation as a function, its further arguments and the shape of its result."""
+    if name == "reshape":
+        return aten.reshape.default, (list(parameter),), tuple(parameter)
+    if name == "permute":
+        return aten.permute.default, (list(parameter),), tuple(shape[d] for d in parameter)
+    if name == "narrow":
+        dim, start, length = parameter
+        return aten.slice.Tensor, (dim, start, start + length), (*shape[:dim], length, *shape[dim + 1 :])
+    if name == "select":
+        dim, index = parameter
+        return aten.index_select.default, (dim, constant(index)), (*shape[:dim], len(index), *shape[dim + 1 :])
+    new = parameter if name == "pad" else parameter[0]
+    return _named(name, apply_op, name, parameter), (), tuple(new)
+
+
+def _named(name: str, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    """`fn` with its first arguments fixed, under a name for the program's text."""
+    bound = partial(fn, *args)
+    bound.__name__ = name  # type: ignore[attr-defined]
+    return bound
+
+
+def _without_dead(instructions: list[Instruction], outputs: tuple[Any, ...]) -> list[Instruction]:
+    """Drops local ops that nothing reads. Collectives stay: a dead one was never planned."""
+    live = {r.id for r in refs(outputs)}
+    kept = []
+    for instruction in reversed(instructions):
+        if not isinstance(instruction, Compute) or any(o in live for o in instruction.outputs):
+            kept.append(instruction)
+            live.update(reads(instruction))
+    return kept[::-1]
+
+
+def _mark_overwrites(
+    instructions: list[Instruction], pinned: set[int], outputs: tuple[Any, ...]
+) -> tuple[Instruction, ...]:
+    """Marks the reductions whose buffer nobody else reads: these are done in place.
+
+    A buffer that may share memory with another slot (a view of it, or the other way round) is not marked.
+    """
+    family: dict[int, int] = {}
+    for instruction in instructions:
+        if isinstance(instruction, Compute) and _may_alias(instruction):
+            first = next(iter(reads(instruction)), None)
+            if first is not None:
+                for out in writes(instruction):
+                    family[out] = family.get(first, first)
+    last: dict[int, int] = {}
+    for position, instruction in enumerate(instructions):
+        for slot in reads(instruction):
+            last[family.get(slot, slot)] = position
+    kept_alive = {family.get(s, s) for s in pinned} | {family.get(r.id, r.id) for r in refs(outputs)}
+    marked: list[Instruction] = []
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Launch):
+            root = family.get(instruction.buffer, instruction.buffer)
+            if last.get(root) == position and root not in kept_alive:
+                instruction = replace(instruction, may_overwrite=True)
+        marked.append(instruction)
+    return tuple(marked)
+
+
+_VIEWS = {"aten.reshape.default", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor"}
+
+
+def _may_alias(instruction: Compute) -> bool:
+    return op_name(instruction.fn) in _VIEWS or not hasattr(instruction.fn, "overloadpacket")
+
+
+def layouts_of(partition: Partition) -> Mapping[int, Layout]:
+    """The layout in which each value was produced."""
+    found = {v.value: v.layout for v in (*partition.inputs, *partition.constants)}
+    for step in partition.steps:
+        if isinstance(step, Run):
+            found.update({o.value: o.layout for o in step.outputs if o is not None})
+    return found

@@ -1,0 +1,357 @@
+"""What does a function compute? Its ATen graph, recorded while it runs on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megalith.core import _compat
+from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
+from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
+from megalith.sharding.graph import Graph, Node, Origin, Ref, TensorType
+
+__all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
+
+
+class TraceError(RuntimeError):
+    """A program that cannot be traced, with the line at fault and the way out."""
+
+
+class MutationFound(Exception):
+    """A traced op writes into a tensor: the trace has to be functionalised."""
+
+
+@dataclass
+class Frame:
+    """What is being recorded: one graph in the making."""
+
+    nodes: list[Node] = field(default_factory=list)
+    types: dict[int, TensorType] = field(default_factory=dict)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    values: dict[int, int] = field(default_factory=dict)  # id(tensor) -> value
+    alive: list[torch.Tensor] = field(default_factory=list)  # keeps the ids above from being reused
+    aliases: dict[int, int] = field(default_factory=dict)  # storage -> how many bound tensors share it
+    forward_origins: dict[int, Origin] = field(default_factory=dict)  # autograd sequence number -> origin
+    seen_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph, and how its inputs and outputs hang together as pytrees."""
+
+    graph: Graph
+    in_spec: Any
+    out_spec: Any
+
+
+_current: list[Tracer] = []
+
+
+def current_tracer() -> Tracer | None:
+    """The tracer that records now, or None outside of tracing."""
+    return _current[-1] if _current else None
+
+
+class Tracer(TorchDispatchMode):
+    """Records every op that reaches the dispatcher below autograd and `torch.func`."""
+
+    def __init__(self, raw: bool = False) -> None:
+        super().__init__()
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.raw = raw  # keep aliases and mutations, to be functionalised by a second trace
+        self.frames = [Frame()]
+        self.modules: list[str] = []
+        self.module_names: dict[int, str] = {}
+        self.differentiating = 0
+        self.paused = False
+        self._next = 0
+
+    @property
+    def frame(self) -> Frame:
+        return self.frames[-1]
+
+    # --- values -------------------------------------------------------------------------------
+
+    def new_value(self, tensor: torch.Tensor) -> int:
+        """A new value of the current frame, held by `tensor`."""
+        value = self._next
+        self._next += 1
+        self.frame.types[value] = TensorType(tuple(tensor.shape), tensor.dtype)
+        self.bind(tensor, value)
+        return value
+
+    def bind(self, tensor: torch.Tensor, value: int) -> None:
+        """From here on `tensor` stands for this value."""
+        if id(tensor) not in self.frame.values:
+            storage = _compat.storage_id(tensor)
+            self.frame.aliases[storage] = self.frame.aliases.get(storage, 0) + 1
+        self.frame.values[id(tensor)] = value
+        self.frame.alive.append(tensor)
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value that a tensor holds; a tensor never seen before is a constant of the program."""
+        value = self.frame.values.get(id(tensor))
+        if value is not None:
+            return value
+        if len(self.frames) > 1 and any(id(tensor) in frame.values for frame in self.frames):
+            raise CapturedTensor
+        if isinstance(tensor, _compat.FakeTensor):
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} came from outside of the traced function at "
+                f"{source_line() or 'an unknown line'}; pass it in as an argument"
+            )
+        value = self.new_value(tensor)
+        self.frame.constants[value] = tensor
+        return value
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same shape, dtype and device; nothing is recorded."""
+        with self.pause():
+            if tensor.device.type == "meta":
+                with self.fake_mode:
+                    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    # --- nodes --------------------------------------------------------------------------------
+
+    def origin(self) -> Origin:
+        node = _compat.current_autograd_node()
+        if node is not None:
+            self.frame.seen_backward = True
+            known = self.frame.forward_origins.get(node._sequence_nr())
+            if known is not None:
+                return Origin(known.module, known.source, "backward")
+            return Origin("", "", "backward")
+        forward = self.differentiating or not self.frame.seen_backward or _compat.functorch_levels()
+        module = self.modules[-1] if self.modules else ""
+        origin = Origin(module, source_line(), "forward" if forward else "update")
+        if torch.is_grad_enabled():
+            self.frame.forward_origins[_compat.autograd_sequence() - 1] = origin
+        return origin
+
+    def emit(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Records `out = op(*args, **kwargs)`."""
+
+        def ref(item: Any) -> Any:
+            return Ref(self.value_of(item)) if isinstance(item, torch.Tensor) else item
+
+        node_args = pytree.tree_map(ref, tuple(args))
+        node_kwargs = pytree.tree_map(ref, dict(kwargs))
+        if not self.raw:
+            op = _RENAMED.get(op, op)
+            node_kwargs = {k: v for k, v in node_kwargs.items() if k not in _IGNORED_KWARGS}
+        outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
+        values = tuple(self.new_value(o) if isinstance(o, torch.Tensor) else -1 for o in outs)
+        self.frame.nodes.append(Node(op, node_args, node_kwargs, values, self.origin()))
+
+    def mark(self, op: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Records a marker: a node that returns its first operand under a new name."""
+        with self.pause(), self.fake_mode:
+            out = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.emit(op, (tensor, *args), {}, out)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if self.raw:
+            out = self._run(func, args, kwargs)
+            self.emit(func, args, kwargs, out)
+            return out
+        if func in IDENTITIES and isinstance(args[0], torch.Tensor):
+            out = func(*args, **kwargs)
+            self.bind(out, self.value_of(args[0]))
+            return out
+        decomposition = DECOMPOSITIONS.get(func)
+        if decomposition is not None:
+            with self:
+                out = decomposition(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        elif func not in FACTORIES and _compat.has_composite_implicit(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if _compat.is_mutating(func):
+            if self._is_fresh_constant(args[0]):
+                with _compat.without_modes():
+                    return func(*args, **kwargs)
+            functional = _compat.functional_form(func)
+            alone = self.frame.aliases.get(_compat.storage_id(args[0])) == 1
+            if functional is None or not alone or id(args[0]) not in self.frame.values:
+                raise MutationFound(func)
+            with self:  # nothing else sees this memory: the tensor merely gets a new value
+                out = functional(*args, **kwargs)
+                out = out.to(args[0].dtype)
+            self.bind(args[0], self.value_of(out))
+            return args[0]
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise TraceError(
+                f"{func} draws random numbers at {source_line()}: the result would depend on the mesh; "
+                "call model.eval() or set the dropout probability to 0"
+            )
+        out = self._run(func, args, kwargs)
+        self.emit(func, args, kwargs, out)
+        return out
+
+    def _is_fresh_constant(self, tensor: Any) -> bool:
+        """Whether this is a real tensor that the program has not read yet, such as a number that torch wraps."""
+        return not isinstance(tensor, _compat.FakeTensor) and id(tensor) not in self.frame.values
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except (_compat.DataDependentOutputException, _compat.DynamicOutputShapeException) as error:
+            raise TraceError(
+                f"{func} at {source_line()} depends on the data of a tensor, so there is no one program; "
+                "compute with tensors (torch.where, masks) instead of Python numbers and branches"
+            ) from error
+
+
+class CapturedTensor(Exception):
+    """A block reads a tensor that is not one of its arguments."""
+
+
+_aten = torch.ops.aten
+_RENAMED = {
+    _aten.view.default: _aten.reshape.default,  # strides are nobody's business
+    _aten._unsafe_view.default: _aten.reshape.default,
+    _aten._reshape_alias.default: _aten.reshape.default,
+}
+_IGNORED_KWARGS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_skipped: dict[str, bool] = {}
+
+
+def source_line() -> str:
+    """The innermost line of user code, `file.py:12`; library frames (torch, einops, this package) are passed over."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        skip = _skipped.get(name)
+        if skip is None:
+            skip = name.startswith((_HERE, _TORCH, "<")) or f"{os.sep}einops{os.sep}" in name or "contextlib" in name
+            _skipped[name] = skip
+        if not skip:
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def trace(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    names: tuple[str, ...] | None = None,
+    modules: Mapping[int, str] | None = None,
+) -> Traced:
+    """The graph of a pure function of pytrees of tensors.
+
+    Args:
+        fn: the function; it may use `grad_and_value` of this package and the transforms of `torch.func`.
+        args: pytrees; of the tensors in them only shape, dtype and device count. Other leaves are constants.
+        kwargs: likewise.
+        names: the names of the positional arguments, for the names of the graph's inputs.
+        modules: paths of modules by `id`, for the origins.
+
+    Returns:
+        The graph with its pytree structures.
+
+    Raises:
+        TraceError: data-dependent control flow, random ops, tensors from outside.
+
+    >>> print(trace(lambda x: x.sin().sum(), (torch.ones(2, 3),)).graph)
+    %0: float32[2, 3] = input 0
+    %1: float32[2, 3] = aten.sin.default(%0)  # forward 
+    %2: float32[] = aten.sum.default(%1)  # forward 
+    return %2
+    """
+    kwargs = dict(kwargs or {})
+    try:
+        return _trace(fn, args, kwargs, names, modules or {}, raw=False)
+    except MutationFound:
+        raw = _trace(fn, args, kwargs, names, modules or {}, raw=True)
+        return _functionalize(raw, args, kwargs)
+
+
+def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] | None) -> list[str]:
+    labelled = [(names[i] if names and i < len(names) else str(i), arg) for i, arg in enumerate(args)]
+    found = []
+    for label, arg in [*labelled, *kwargs.items()]:
+        for path, _ in pytree.tree_flatten_with_path(arg)[0]:
+            found.append(".".join(p for p in (label, _compat.key_path(path)) if p))
+    return found
+
+
+def _trace(fn: Any, args: Any, kwargs: Any, names: Any, modules: Mapping[int, str], raw: bool) -> Traced:
+    from megalith.core.blocks import call_module
+    from megalith.core.composites import Intercept
+
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    leaf_names = _leaf_names(args, kwargs, names)
+    tracer = Tracer(raw)
+    tracer.module_names.update(modules)
+    inputs, fakes, input_names = [], [], []
+    for leaf, name in zip(leaves, leaf_names, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            leaf = tracer.fake(leaf)
+            inputs.append(tracer.new_value(leaf))
+            input_names.append(name)
+        fakes.append(leaf)
+    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, in_spec)
+
+    def wrapper(original: Any, module: torch.nn.Module, *a: Any, **k: Any) -> Any:
+        return call_module(tracer, original, module, *a, **k)
+
+    _current.append(tracer)
+    try:
+        with (
+            _compat.compiling(),
+            _compat.module_calls(wrapper),
+            torch.autograd.set_multithreading_enabled(False),
+            tracer.fake_mode,
+            tracer,
+            Intercept(),
+        ):
+            out = fn(*fake_args, **fake_kwargs)
+    finally:
+        _current.pop()
+    out_leaves, out_spec = pytree.tree_flatten(out)
+    outputs = tuple(Ref(tracer.value_of(o)) if isinstance(o, torch.Tensor) else o for o in out_leaves)
+    frame = tracer.frame
+    graph = Graph(tuple(inputs), tuple(input_names), tuple(frame.nodes), outputs, frame.types, frame.constants)
+    return Traced(graph, in_spec, out_spec)
+
+
+def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
+    """Traces a graph with mutations once more, through torch's functionalisation."""
+    from megalith.core.interpret import run_graph
+
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    again = torch.func.functionalize(lambda *tensors: tuple(run_graph(raw.graph, tensors)))
+    traced = _trace(again, tuple(leaves), {}, None, {}, raw=False)
+    graph = Graph(
+        traced.graph.inputs,
+        raw.graph.names,
+        traced.graph.nodes,
+        traced.graph.outputs,
+        traced.graph.types,
+        traced.graph.constants,
+    )
+    return Traced(graph, raw.in_spec, raw.out_spec)

@@ -1,0 +1,75 @@
+"""Reductions over some dims, and ops that need a dim whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.sharding.graph import Node, TensorType
+from megalith.sharding.rule import Rule, register_rule
+
+__all__ = ["reduction", "whole_dim"]
+
+
+def dims_of(argument: Any, rank: int) -> tuple[int, ...]:
+    """The dims that an op's `dim` argument names, non-negative; none or an empty list names all."""
+    if argument is None or argument == [] or argument == ():
+        return tuple(range(rank))
+    chosen = [argument] if isinstance(argument, int) else argument
+    return tuple(sorted(d % rank for d in chosen)) if rank else ()
+
+
+def reduction(op: str, linear: bool = False) -> Any:
+    """The rule of a reduction `op(x, dims, keepdim)`: what is sharded leaves a partial sum, maximum or minimum."""
+
+    def rule(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+        rank = len(operands[0].shape)
+        argument = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        gone = dims_of(argument, rank)
+        kept = len(outputs[0].shape) == rank
+        names = tuple(f"d{d}" for d in range(rank))
+        out = tuple(None if d in gone else name for d, name in enumerate(names) if kept or d not in gone)
+        return Rule((names,), (out,), reduce=op, linear=(0,) if linear else ())
+
+    return rule
+
+
+def whole_dim(position: int, n_outputs: int = 1, keyword: str = "dim", default: int = -1) -> Any:
+    """The rule of an op that works along one dim, such as a softmax: that dim is whole, the others are batch.
+
+    Args:
+        position: where in the op's arguments the dim is.
+        n_outputs: how many outputs it has, each of the operands' shape.
+    """
+
+    def rule(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+        rank = len(operands[0].shape)
+        dim = node.args[position] if len(node.args) > position else node.kwargs.get(keyword, default)
+        names = tuple(f"d{d}" for d in range(rank))
+        blocked = frozenset({names[dim % rank]}) if rank else frozenset()
+        return Rule((names,) * len(operands), (names,) * n_outputs, blocked=blocked)
+
+    return rule
+
+
+for _name, _op, _linear in [
+    ("sum.default", "sum", True),
+    ("sum.dim_IntList", "sum", True),
+    ("amax.default", "max", False),
+    ("amin.default", "min", False),
+    ("max.default", "max", False),
+    ("min.default", "min", False),
+]:
+    register_rule(f"aten.{_name}", reduction(_op, _linear))
+
+for _name, _position in [
+    ("_softmax.default", 1),
+    ("_softmax_backward_data.default", 2),
+    ("_safe_softmax.default", 1),
+    ("cumsum.default", 1),
+    ("cumprod.default", 1),
+    ("flip.default", 1),
+]:
+    if _name != "flip.default":
+        register_rule(f"aten.{_name}", whole_dim(_position))
+for _name, _position in [("sort.default", 1), ("topk.default", 2)]:
+    register_rule(f"aten.{_name}", whole_dim(_position, n_outputs=2))

@@ -1,0 +1,551 @@
+"""Where does every value of a graph live, and what has to move? Local, predictable propagation, node by node.
+
+Takes a graph and the layouts of its inputs. Gives a `Partition`: a straight list of runs (a node on local shards) and
+moves (a value from one layout to another). After this, every operand of every run has the layout that the run names.
+
+Each op's rule names its factors. For each factor the operands that hold it propose the digits they have:
+
+1. A contracted factor (in no output) takes what all its operands have in common, major digits first. A parameter that
+   holds it finer keeps that, if nothing else of the op uses the axis: the other operands are sliced, which is free.
+2. Another factor takes the finest proposal that the others are prefixes of; of proposals that disagree the one of a
+   parameter, else that of the operand with the most bytes.
+3. A mesh axis goes to one factor only. Major digits are served first; at equal depth a parameter's factor wins,
+   then the one whose loss would move more bytes, then the one written first.
+
+A partial sum is carried through sums of values that are partial alike, through views, and through products with a
+number; anything else resolves it, once, for all its users, into the layout that its first user asks for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megalith.sharding import markers
+from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType, refs
+from megalith.sharding.layout import Digit, Dim, Layout, replicated
+from megalith.sharding.mesh import Mesh
+from megalith.sharding.rule import Rule, rule_of
+from megalith.sharding.transition import plan
+from megalith.sharding.views import regroup
+
+__all__ = ["Input", "Move", "Partition", "Run", "Version", "partition"]
+
+
+@dataclass(frozen=True)
+class Input:
+    """How an input of a graph lives.
+
+    Args:
+        stored: its layout at rest.
+        used: for a parameter, its layout while it computes; gathered at use, once a phase.
+        grad: the layout of its gradient.
+        is_parameter: parameters are stationary: where layouts conflict, the others move.
+        cause: the spec that decided, for explanations.
+    """
+
+    stored: Layout
+    used: Layout | None = None
+    grad: Layout | None = None
+    is_parameter: bool = False
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A value in one layout. `epoch` tells gathers of the same parameter in different phases apart."""
+
+    value: int
+    layout: Layout
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One node on local shards."""
+
+    node: Node
+    operands: tuple[Version, ...]
+    outputs: tuple[Version | None, ...]
+    indexed_axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value brought from one layout to another.
+
+    `cause` says in words why: the spec or rule that asks for it.
+    """
+
+    source: Version
+    target: Version
+    dtype_size: int
+    origin: Origin
+    cause: str
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A graph with a layout for every value.
+
+    Args:
+        graph: what was partitioned.
+        mesh: over which mesh.
+        inputs: the inputs as they are fed.
+        steps: runs and moves in order.
+        outputs: for each output of the graph a version, or a constant.
+        types: types of all values, those that partitioning made included.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    inputs: tuple[Version, ...]
+    constants: tuple[Version, ...]
+    steps: tuple[Run | Move, ...]
+    outputs: tuple[Any, ...]
+    types: Mapping[int, TensorType]
+
+
+def partition(
+    graph: Graph,
+    mesh: Mesh,
+    inputs: Sequence[Input],
+    outputs: Sequence[Layout | None] | None = None,
+    parse: Callable[[str, tuple[int, ...]], Layout] | None = None,
+) -> Partition:
+    """Lays a graph out over a mesh.
+
+    Args:
+        graph: the graph, with blocks inlined or not.
+        mesh: the mesh.
+        inputs: for each input of the graph, how it lives.
+        outputs: for each output the layout it is to have; None leaves it as it comes, partial values resolved.
+        parse: how a marker's pattern becomes a layout of a given shape.
+
+    Raises:
+        MissingRule: an op that no table knows.
+    """
+    state = _State(graph, mesh, parse or (lambda pattern, shape: Layout.parse(pattern, shape, mesh)))
+    for value, given in zip(graph.inputs, inputs, strict=True):
+        state.add_input(value, given)
+    for value in graph.constants:
+        state.produce(value, replicated(graph.types[value].shape, mesh))
+    state.find_wanted()
+    for node in graph.nodes:
+        state.visit(node)
+    finished = []
+    wanted = outputs if outputs is not None else [None] * len(graph.outputs)
+    for output, layout in zip(graph.outputs, wanted, strict=True):
+        finished.append(state.finish(output, layout) if isinstance(output, Ref) else output)
+    return Partition(
+        graph,
+        mesh,
+        tuple(Version(v, i.stored) for v, i in zip(graph.inputs, inputs, strict=True)),
+        tuple(Version(v, replicated(graph.types[v].shape, mesh)) for v in graph.constants),
+        tuple(state.steps),
+        tuple(finished),
+        state.types,
+    )
+
+
+# --- claims: pure helpers on digits ----------------------------------------------------------------
+
+
+def _common(a: tuple[Digit, ...], b: tuple[Digit, ...]) -> tuple[Digit, ...]:
+    """The longest common prefix."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return a[:n]
+
+
+def _is_prefix(a: tuple[Digit, ...], b: tuple[Digit, ...]) -> bool:
+    return b[: len(a)] == a
+
+
+@dataclass
+class _Claim:
+    """What a factor would like to be sharded by, and who asks for it."""
+
+    factor: str
+    dim: Dim
+    by_parameter: bool
+    weight: int  # bytes that would move if it were refused
+    granted: int = 0  # mesh digits granted so far
+    closed: bool = False
+
+    @property
+    def mesh_digits(self) -> list[Digit]:
+        return [d for s in self.dim.segments for d in s.digits if d.axis is not None]
+
+    def result(self) -> Dim:
+        if self.granted == len(self.mesh_digits):
+            return self.dim
+        if len(self.dim.segments) > 1:
+            return Dim.of(self.dim.size)
+        kept, seen = [], 0
+        for digit in self.dim.digits:
+            if digit.axis is not None:
+                seen += 1
+                if seen > self.granted:
+                    break
+            kept.append(digit)
+        return Dim.of(self.dim.size, tuple(kept))
+
+
+def _grant(claims: list[_Claim], taken: set[str]) -> None:
+    """Gives each mesh axis to at most one factor: by depth, then parameters, then weight, then order."""
+    depth = 0
+    while any(not c.closed for c in claims):
+        asking: dict[str, list[_Claim]] = {}
+        for claim in claims:
+            if claim.closed:
+                continue
+            if depth >= len(claim.mesh_digits):
+                claim.closed = True
+                continue
+            axis = claim.mesh_digits[depth].axis
+            assert axis is not None
+            if axis in taken:
+                claim.closed = True
+            else:
+                asking.setdefault(axis, []).append(claim)
+        for axis, rivals in asking.items():
+            rivals.sort(key=lambda c: (not c.by_parameter, -c.weight))
+            rivals[0].granted += 1
+            taken.add(axis)
+            for loser in rivals[1:]:
+                loser.closed = True
+        depth += 1
+
+
+def _contiguous(dim: Dim) -> bool:
+    """Whether every rank holds one run of indices."""
+    if len(dim.segments) > 1:
+        return False
+    return all(d.axis is not None and not d.back_and_forth for d in dim.digits)
+
+
+# --- the walk --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    graph: Graph
+    mesh: Mesh
+    parse: Callable[[str, tuple[int, ...]], Layout]
+    steps: list[Run | Move] = field(default_factory=list)
+    inputs: dict[int, Input] = field(default_factory=dict)
+    versions: dict[int, list[Version]] = field(default_factory=dict)
+    parameter_of: dict[int, int] = field(default_factory=dict)  # value -> the parameter that it is a view of
+    wanted: dict[int, Layout] = field(default_factory=dict)
+    types: dict[int, TensorType] = field(default_factory=dict)
+    next_value: int = 0
+
+    def __post_init__(self) -> None:
+        self.types = dict(self.graph.types)
+        self.next_value = max(self.types, default=-1) + 1
+
+    # --- versions of values ---
+
+    def add_input(self, value: int, given: Input) -> None:
+        self.inputs[value] = given
+        self.versions[value] = [Version(value, given.stored)]
+        if given.is_parameter:
+            self.parameter_of[value] = value
+
+    def produce(self, value: int, layout: Layout) -> Version:
+        version = Version(value, layout)
+        self.versions[value] = [version]
+        return version
+
+    def current(self, value: int, origin: Origin) -> Version:
+        """The version that a node of this phase starts from: of a stored parameter the gathered one."""
+        given = self.inputs.get(value)
+        if given is not None and given.used is not None and origin.phase != "update":
+            for version in self.versions[value]:
+                if version.epoch == origin.phase:
+                    return version
+            stored = self.versions[value][0]
+            target = Version(value, given.used, origin.phase)
+            self._move(stored, target, origin, f"{given.cause}: stored -> used")
+            return target
+        versions = [v for v in self.versions[value] if not v.epoch]
+        return next((v for v in versions if not v.layout.partial), versions[0])
+
+    def fetch(self, value: int, layout: Layout, origin: Origin, cause: str) -> Version:
+        """The value in exactly this layout, moved if need be."""
+        start = self.current(value, origin)
+        candidates = [start, *(v for v in self.versions[value] if v.epoch == start.epoch and v is not start)]
+        for version in candidates:
+            if version.layout == layout:
+                return version
+        usable = [v for v in candidates if not v.layout.partial] or candidates[:1]
+        size = self.types[value].dtype.itemsize
+        best = min(usable, key=lambda v: plan(v.layout, layout, size).seconds) if len(usable) > 1 else usable[0]
+        target = Version(value, layout, best.epoch)
+        self._move(best, target, origin, cause)
+        return target
+
+    def _move(self, source: Version, target: Version, origin: Origin, cause: str) -> None:
+        self.steps.append(Move(source, target, self.types[source.value].dtype.itemsize, origin, cause))
+        self.versions[source.value].append(target)
+
+    def fresh(self, like: TensorType) -> int:
+        value = self.next_value
+        self.next_value += 1
+        self.types[value] = like
+        return value
+
+    # --- layouts that later nodes ask for ---
+
+    def find_wanted(self) -> None:
+        """For gradients, the layout that their marker will ask for, carried back through views to the producer."""
+        for node in reversed(self.graph.nodes):
+            if node.op is markers.like:
+                target = self.grad_layout(node.args[1].id)
+            elif node.op is markers.constrain:
+                target = self.parse(node.args[1], self.types[node.outputs[0]].shape)
+            elif node.name in _VIEWS and node.outputs[0] in self.wanted:
+                target = self.wanted[node.outputs[0]]
+                if node.name == "aten.permute.default":
+                    order = [d % len(node.args[1]) for d in node.args[1]]
+                    target = target.with_dims(tuple(target.dims[order.index(d)] for d in range(len(order))))
+                else:
+                    target = regroup(target, self.types[node.operands[0].id].shape)[1]
+            else:
+                continue
+            self.wanted.setdefault(node.args[0].id, target)
+
+    def grad_layout(self, value: int) -> Layout | None:  # type: ignore[return]
+        root = self.root_of(value)
+        given = self.inputs.get(root)
+        if given is not None:
+            return given.grad or given.stored
+        return replicated(self.types[value].shape, self.mesh)
+
+    def root_of(self, value: int) -> int:
+        return self.parameter_of.get(value, value)
+
+    # --- nodes ---
+
+    def visit(self, node: Node) -> None:
+        if node.op is markers.constrain:
+            layout = self.parse(node.args[1], self.types[node.outputs[0]].shape)
+            self._rename(node, layout, f"constrain {node.args[1]!r}")
+        elif node.op is markers.like:
+            layout = self.grad_layout(node.args[1].id)
+            given = self.inputs.get(self.root_of(node.args[1].id))
+            self._rename(node, layout, f"gradient as its parameter: {given.cause}" if given else "gradient")
+        elif node.name == "aten.reshape.default":
+            self._reshape(node)
+        else:
+            self._run(node)
+
+    def _rename(self, node: Node, layout: Layout, cause: str) -> None:
+        version = self.fetch(node.args[0].id, layout, node.origin, cause)
+        out = self.produce(node.outputs[0], version.layout)
+        self.steps.append(Run(replace(node, args=node.args[:1]), (version,), (out,)))
+
+    def _reshape(self, node: Node) -> None:
+        (operand,) = node.operands
+        shape = self.types[node.outputs[0]].shape
+        current = self.current(operand.id, node.origin)
+        needed, result = regroup(current.layout, shape)
+        version = self.fetch(operand.id, needed, node.origin, f"{node.name} to {list(shape)} needs whole blocks")
+        self._emit(node, (version,), (result,))
+        if operand.id in self.parameter_of:
+            self.parameter_of[node.outputs[0]] = self.parameter_of[operand.id]
+
+    def _emit(
+        self, node: Node, operands: tuple[Version, ...], layouts: Sequence[Layout | None], indexed: tuple[str, ...] = ()
+    ) -> None:
+        outs = []
+        for value, layout in zip(node.outputs, layouts, strict=True):
+            outs.append(None if value < 0 or layout is None else self.produce(value, layout))
+        self.steps.append(Run(node, operands, tuple(outs), indexed))
+
+    def _run(self, node: Node) -> None:
+        operands = node.operands
+        if node.name == "add_n":
+            node, operands = self._sum_partials(node)
+        types = tuple(self.types[r.id] for r in operands)
+        out_types = tuple(self.types[o] for o in node.outputs if o >= 0)
+        rule = rule_of(node, types, out_types)
+        versions = tuple(self.current(r.id, node.origin) for r in operands)
+        carried = _carried(rule, versions)
+        dims = self._assign(node, rule, operands, versions, carried)
+        fetched = []
+        for i, (ref, factors, version) in enumerate(zip(operands, rule.operands, versions, strict=True)):
+            target = Layout(self.mesh, _dims_for(factors, dims, types[i].shape))
+            if i in rule.linear and carried:
+                target = target.with_partial(carried)
+            fetched.append(self.fetch(ref.id, target, node.origin, _cause(node, rule, version.layout, target)))
+        partial = dict(carried)
+        produced = {f for out in rule.outputs for f in out}
+        contracted = dict.fromkeys(f for fs in rule.operands for f in fs if f is not None and f not in produced)
+        for factor in contracted:
+            for axis in dims[factor].axes:
+                partial[axis] = rule.reduce
+        indexed = tuple(axis for factor in rule.indexed for axis in dims[factor].axes)
+        layouts: list[Layout | None] = []
+        found = iter(zip(rule.outputs, out_types, strict=True))
+        for value in node.outputs:
+            if value < 0:
+                layouts.append(None)
+                continue
+            factors, kind = next(found)
+            layouts.append(Layout(self.mesh, _dims_for(factors, dims, kind.shape)).with_partial(partial))
+        self._emit(node, tuple(fetched), layouts, indexed)
+        if node.name in _VIEWS and operands[0].id in self.parameter_of:
+            self.parameter_of[node.outputs[0]] = self.parameter_of[operands[0].id]
+
+    def _sum_partials(self, node: Node) -> tuple[Node, tuple[Ref, ...]]:
+        """Of a sum of many, adds those first that are partial alike: they are then reduced once."""
+        groups: dict[Any, list[Ref]] = {}
+        for ref in node.operands:
+            layout = self.current(ref.id, node.origin).layout
+            groups.setdefault(layout.partial, []).append(ref)
+        if len(groups) == 1:
+            return node, node.operands
+        terms = list(groups.pop((), []))
+        for group in groups.values():
+            if len(group) > 1:
+                value = self.fresh(self.types[node.outputs[0]])
+                self._run(replace(node, args=(tuple(group),), outputs=(value,)))
+                group = [Ref(value)]
+            terms.extend(group)
+        return replace(node, args=(tuple(terms),)), tuple(terms)
+
+    def _assign(
+        self,
+        node: Node,
+        rule: Rule,
+        operands: tuple[Ref, ...],
+        versions: tuple[Version, ...],
+        carried: Mapping[str, str],
+    ) -> dict[str, Dim]:
+        """For each factor the dim that all operands and outputs will have."""
+        holders: dict[str, list[tuple[Dim, bool, int]]] = {}
+        for ref, factors, version in zip(operands, rule.operands, versions, strict=True):
+            nbytes = self.types[ref.id].nbytes
+            by_parameter = ref.id in self.parameter_of
+            for factor, dim in zip(factors, version.layout.dims, strict=True):
+                if factor is not None:
+                    holders.setdefault(factor, []).append((dim, by_parameter, nbytes))
+        produced: dict[str, tuple[int, int, int]] = {}
+        for number, (value, factors) in enumerate(zip([o for o in node.outputs if o >= 0], rule.outputs, strict=True)):
+            for d, factor in enumerate(factors):
+                if factor is not None:
+                    produced.setdefault(factor, (number, value, d))
+        claims = []
+        for factor, held in holders.items():
+            if factor in rule.blocked:
+                continue
+            claim = _propose(factor, held, contracted=factor not in produced)
+            if factor in rule.indexed and not _contiguous(claim.dim):
+                continue
+            claims.append(claim)
+        for factor, (_, value, d) in produced.items():
+            if factor not in holders and factor not in rule.blocked and value in self.wanted:
+                dim = self.wanted[value].dims[d]
+                if factor not in rule.indexed or _contiguous(dim):
+                    claims.append(_Claim(factor, dim, True, self.types[value].nbytes))
+        taken = set(carried)
+        _grant(claims, taken)
+        granted = {claim.factor: claim.result() for claim in claims}
+        for factor, held in holders.items():
+            contracted = factor not in produced and factor not in rule.blocked
+            if contracted:
+                granted[factor] = _extend(granted.get(factor, Dim.of(held[0][0].size)), held, taken)
+                if factor in rule.indexed and not _contiguous(granted[factor]):
+                    granted[factor] = Dim.of(held[0][0].size)
+            granted.setdefault(factor, Dim.of(held[0][0].size))
+        for factor, (_, value, d) in produced.items():
+            granted.setdefault(factor, Dim.of(self.types[value].shape[d]))
+        return granted
+
+    def finish(self, output: Ref, layout: Layout | None) -> Version:
+        """An output in the layout asked for, or as it comes but not partial."""
+        version = self.current(output.id, _OUTPUT)
+        target = layout or version.layout.without_partial()
+        return self.fetch(output.id, target, _OUTPUT, "output" if layout is None else "spec of an output")
+
+
+_OUTPUT = Origin("", "", "update")
+_VIEWS = {"aten.permute.default", "aten.reshape.default"}
+
+
+def _carried(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
+    """The partial sums that pass through an op: those that all its linear operands have alike."""
+    if not rule.linear or max(rule.linear) >= len(versions):
+        return {}
+    partials = {versions[i].layout.partial for i in rule.linear}
+    if len(partials) != 1:
+        return {}
+    (partial,) = partials
+    others = {a for i, v in enumerate(versions) if i not in rule.linear for a in v.layout.axes}
+    if any(op != "sum" and len(rule.linear) > 1 for _, op in partial) or others & {a for a, _ in partial}:
+        return {}
+    if any(op != "sum" for _, op in partial) and rule.reduce == "sum":
+        return {}
+    return dict(partial)
+
+
+def _propose(factor: str, held: list[tuple[Dim, bool, int]], contracted: bool) -> _Claim:
+    """What a factor asks for, from the dims that hold it."""
+    weight = sum(nbytes for dim, _, nbytes in held if dim.axes)
+    sharded = [h for h in held if h[0].axes]
+    size = held[0][0].size
+    if not sharded:
+        return _Claim(factor, Dim.of(size), False, 0)
+    if any(len(dim.segments) > 1 for dim, _, _ in held):
+        first = sharded[0][0]
+        same = all(dim == first or (not dim.axes and not contracted) for dim, _, _ in held)
+        chosen = first if same else max(sharded, key=lambda h: (h[1], h[2]))[0] if not contracted else Dim.of(size)
+        return _Claim(factor, chosen, any(p for d, p, _ in held if d == chosen), weight)
+    if contracted:
+        digits = held[0][0].digits
+        for dim, _, _ in held[1:]:
+            digits = _common(digits, dim.digits)
+        dim = Dim.of(size, digits)
+        return _Claim(factor, dim, any(p for _, p, _ in sharded), weight)
+    finest = max(sharded, key=lambda h: len(h[0].digits))[0]
+    if all(_is_prefix(dim.digits, finest.digits) for dim, _, _ in held):
+        chosen = finest
+    else:
+        chosen = max(sharded, key=lambda h: (h[1], h[2]))[0]
+    return _Claim(factor, chosen, any(p and d.axes and _is_prefix(d.digits, chosen.digits) for d, p, _ in held), weight)
+
+
+def _extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim:
+    """A contracted factor as fine as a parameter holds it, where the axes are free: slicing the others costs nothing."""
+    for other, by_parameter, _ in held:
+        if not by_parameter or len(other.segments) > 1 or len(dim.segments) > 1:
+            continue
+        if _is_prefix(dim.digits, other.digits) and len(other.digits) > len(dim.digits):
+            added = [d.axis for d in other.digits[len(dim.digits) :] if d.axis is not None]
+            finer = all(_is_prefix(o.digits, other.digits) for o, _, _ in held)
+            if finer and not any(a in taken for a in added):
+                taken.update(added)
+                return other
+    return dim
+
+
+def _dims_for(factors: Sequence[str | None], dims: Mapping[str, Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
+    return tuple(Dim.of(n) if f is None else dims[f] for f, n in zip(factors, shape, strict=True))
+
+
+def _cause(node: Node, rule: Rule, before: Layout, after: Layout) -> str:
+    if before == after:
+        return ""
+    if before.partial:
+        return f"partial over {', '.join(before.partial_axes)}, read by {node.name}"
+    lost = [a for a in before.axes if a not in after.axes]
+    if lost:
+        whole = rule.blocked or ()
+        reason = "needs a whole dim" if whole else "has the axis elsewhere"
+        return f"{node.name} {reason}: gather over {', '.join(lost)}"
+    return f"{node.name} reads it with its other operands' layout"

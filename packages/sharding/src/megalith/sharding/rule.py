@@ -1,0 +1,122 @@
+"""Which dims of an op's operands belong together? Its rule: a string of factors, looked up in tables by op name.
+
+    "m k, k n -> m n"          a matrix product: `k` is in no output, so what is sharded over it leaves a partial sum
+    "b s e!, e! -> b s e!"     `e!` must be whole on every rank
+    "max: b v -> b"            a contracted factor leaves a partial maximum
+    "b s _ -> b s e"           `_` is a dim of size one that is broadcast, or one that no other dim belongs to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from megalith.sharding.graph import Node, TensorType
+
+__all__ = ["MissingRule", "Rule", "RuleMaker", "parse_rule", "register_rule", "rule_of"]
+
+Factors = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an op's dims hang together.
+
+    Args:
+        operands: per tensor operand, per dim, its factor; None for a dim that is whole or broadcast.
+        outputs: likewise.
+        blocked: factors that must not be sharded.
+        reduce: what a contracted factor that is sharded leaves: "sum", "max" or "min".
+        linear: operands through which partial sums pass. If more than one, all of them have to be partial alike.
+        indexed: factors into which another operand holds indices; they are sharded only in contiguous blocks.
+    """
+
+    operands: tuple[Factors, ...]
+    outputs: tuple[Factors, ...]
+    blocked: frozenset[str] = frozenset()
+    reduce: str = "sum"
+    linear: tuple[int, ...] = ()
+    indexed: frozenset[str] = frozenset()
+
+
+RuleMaker = Callable[[Node, tuple[TensorType, ...], tuple[TensorType, ...]], "Rule | str"]
+
+_rules: dict[str, RuleMaker | str] = {}
+
+
+class MissingRule(NotImplementedError):
+    """An op that no table knows."""
+
+
+def register_rule(op: str, rule: RuleMaker | str) -> None:
+    """Adds the rule of an op.
+
+    Args:
+        op: its name, `"namespace.name.overload"`, such as `"aten.mm.default"`.
+        rule: the rule as a string; or a function of the node, its operands' types and its outputs' types that gives one.
+
+    Raises:
+        ValueError: the op has a rule already, or the string does not parse.
+    """
+    if op in _rules:
+        raise ValueError(f"op {op} has a rule already: {_rules[op]!r}")
+    if isinstance(rule, str):
+        parse_rule(rule)
+    _rules[op] = rule
+
+
+def rule_of(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+    """The rule of a node.
+
+    Raises:
+        MissingRule: no table knows the op; the message says how to add it.
+    """
+    rule = _rules.get(node.name)
+    if rule is None:
+        raise MissingRule(
+            f"no rule says how {node.name} shards (operands {', '.join(map(repr, operands))}; at "
+            f"{node.origin.source or 'an unknown line'} in {node.origin.module or 'the program'}). Add one with "
+            f'register_rule("{node.name}", "b s, s e -> b e"), a factor for each dim, or run the code on local shards '
+            "with local_map"
+        )
+    if callable(rule):
+        rule = rule(node, operands, outputs)
+    return parse_rule(rule) if isinstance(rule, str) else rule
+
+
+@lru_cache(maxsize=4096)
+def parse_rule(text: str) -> Rule:
+    """A rule from its string form.
+
+    >>> parse_rule("b m k!, b k! n -> b m n").blocked
+    frozenset({'k'})
+    """
+    body, reduce = text, "sum"
+    for op in ("sum", "max", "min"):
+        if text.startswith(f"{op}:"):
+            body, reduce = text.removeprefix(f"{op}:"), op
+    left, arrow, right = body.partition("->")
+    if not arrow:
+        raise ValueError(f"rule {text!r} has no '->'; write it as 'm k, k n -> m n'")
+    blocked: set[str] = set()
+
+    def side(part: str) -> tuple[Factors, ...]:
+        terms = part.split(",") if part.strip() else []
+        found = []
+        for term in terms:
+            names: list[str | None] = []
+            for word in term.split():
+                if word.endswith("!"):
+                    blocked.add(word[:-1])
+                names.append(None if word == "_" else word.rstrip("!"))
+            found.append(tuple(names))
+        return tuple(found)
+
+    return Rule(side(left), side(right), reduce=reduce, blocked=frozenset(blocked))
+
+
+def known_rules() -> Mapping[str, Any]:
+    """All rules by op name."""
+    return dict(_rules)
