@@ -175,6 +175,8 @@ CASES = [
                 resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0,
+                bos_token_id=1,
+                eos_token_id=2,
                 use_cache=False,
             ),
         ),
