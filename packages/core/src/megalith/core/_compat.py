@@ -24,6 +24,7 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_sequence",
     "functional_form",
+    "fused_adamw",
     "storage_id",
     "without_modes",
     "compiling",
@@ -131,3 +132,33 @@ def key_path(path: Any) -> str:
         else:
             parts.append(str(key))
     return ".".join(parts)
+
+
+def fused_adamw(
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    step: torch.Tensor,
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """torch's own fused AdamW, in place, for one tensor."""
+    torch._fused_adamw_(
+        [p],
+        [g],
+        [m],
+        [v],
+        [],
+        [step],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )

@@ -32,15 +32,17 @@ def collective_cost(kind: str, mesh: Mesh, axes: Sequence[str], elements: int, i
 
     With n ranks in the group and L the elements that a rank has *in transport* before the step:
 
-    | kind | received (= sent) | messages one after the other |
+    | kind | received (= sent) | latencies |
     | --- | --- | --- |
-    | `all_gather` | L (n-1) | log2 n |
-    | `reduce_scatter` | L (n-1)/n | log2 n |
-    | `all_reduce` | 2 L (n-1)/n | 2 log2 n |
-    | `all_to_all` | L (n-1)/n | log2 n, as its messages overlap |
-    | `exchange` | `elements`, counted by the caller | log2 n, and one for its many pieces |
+    | `all_gather` | L (n-1) | 1 + log2 n |
+    | `reduce_scatter` | L (n-1)/n | 1 + log2 n |
+    | `all_reduce` | 2 L (n-1)/n | 1 + 2 log2 n |
+    | `all_to_all` | L (n-1)/n | 1 + log2 n |
+    | `exchange` | `elements`, counted by the caller | 2 + log2 n |
     | `slice`, `zero` | 0 | 0 |
 
+    One latency starts the collective; then come as many rounds, in which the messages of an all-to-all overlap. The
+    many pieces of an exchange cost one more.
     (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.)
     A group of several axes is as fast as the slowest of them. Shards that are not equally large are padded in
     transport to the largest of the group, an all-reduce to a multiple of n: the padding counts as moved. `elements` is
@@ -63,13 +65,13 @@ def collective_cost(kind: str, mesh: Mesh, axes: Sequence[str], elements: int, i
         return Cost()
     rounds = math.ceil(math.log2(n))
     if kind == "all_gather":
-        moved, messages = elements * (n - 1), rounds
+        moved, messages = elements * (n - 1), 1 + rounds
     elif kind in ("reduce_scatter", "all_to_all"):
-        moved, messages = elements // n * (n - 1), rounds
+        moved, messages = elements // n * (n - 1), 1 + rounds
     elif kind == "all_reduce":
-        moved, messages = 2 * -(-elements // n) * (n - 1), 2 * rounds
+        moved, messages = 2 * -(-elements // n) * (n - 1), 1 + 2 * rounds
     elif kind == "exchange":
-        moved, messages = elements, rounds + 1
+        moved, messages = elements, 2 + rounds
     else:
         raise ValueError(f"{kind!r} is not a kind of step; the kinds are those of transition.KINDS")
     links = [mesh.link(axis) for axis in axes if mesh.sizes[axis] > 1]

@@ -180,16 +180,13 @@ def largest_overlap(a: Dim, b: Dim, free: frozenset[str]) -> int:
     closed = _even_overlap(a, b)
     if closed is not None:
         return closed[0]
-    sizes = axis_sizes(a, b)
     moving = {axis: n for axis, n in axis_sizes(b).items() if axis in free}
-    return max(
-        (
-            _length(intersect(a.ranges(mine), b.ranges({**mine, **theirs})))
-            for mine in coordinates(sizes)
-            for theirs in coordinates(moving)
-        ),
-        default=0,
-    )
+    most, bound = 0, min(largest(a), largest(b))
+    for mine, theirs in itertools.product(coordinates(axis_sizes(a, b)), coordinates(moving)):
+        most = max(most, _length(intersect(a.ranges(mine), b.ranges({**mine, **theirs}))))
+        if most == bound:
+            break
+    return most
 
 
 @lru_cache(maxsize=65536)
@@ -198,7 +195,7 @@ def most_missing(sources: tuple[Dim, ...], targets: tuple[Dim, ...]) -> int:
     closed = [_even_overlap(a, b) for a, b in zip(sources, targets, strict=True)]
     if all(c is not None for c in closed):
         return math.prod(map(largest, targets)) - math.prod(c[1] for c in closed if c is not None)
-    most = 0
+    most, bound = 0, math.prod(map(largest, targets))
     for held in coordinates(axis_sizes(*sources, *targets)):
         needed, common = 1, 1
         for a, b in zip(sources, targets, strict=True):
@@ -206,6 +203,8 @@ def most_missing(sources: tuple[Dim, ...], targets: tuple[Dim, ...]) -> int:
             needed *= _length(ranges)
             common *= _length(intersect(a.ranges(held), ranges))
         most = max(most, needed - common)
+        if most == bound:
+            break
     return most
 
 

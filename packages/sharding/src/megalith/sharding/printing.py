@@ -14,8 +14,8 @@ __all__ = ["format_layout"]
 def format_layout(layout: Layout) -> str:
     """The pattern of a layout: it parses to the same layout, without any sizes given.
 
-    A layout that no pattern expresses (uneven strides left over by a gather of a major axis) shows its strides as
-    `factor:stride`, which does not parse.
+    A layout that no pattern expresses, one whose first digit is local and uneven (what is left of a mesh axis that was
+    gathered, or behind one of size one), shows its strides as `factor:stride`, which does not parse.
 
     >>> format_layout(Layout.parse("(3 tp h d) e // sum:dp @host", (48, 8), Mesh("dp=2 tp=2"), {"d": 4}))
     '(3 tp h d) e // dp @host'

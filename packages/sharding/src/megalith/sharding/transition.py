@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from megalith.sharding.cost import Cost, collective_cost
 from megalith.sharding.layout import Digit, Dim, Layout
 from megalith.sharding.mesh import Link, Mesh
-from megalith.sharding.overlap import is_even, keep_axes, largest, largest_overlap, merge, most_missing
+from megalith.sharding.overlap import aligned, is_even, keep_axes, largest, largest_overlap, merge, most_missing
 
 __all__ = ["KINDS", "Step", "Transition", "TransitionError", "plan"]
 
@@ -254,8 +254,8 @@ def _missing(before: Dims, after: Dims) -> int:
 class _Search:
     """Dijkstra over states: per moving axis where it is, `"s"` as in the source, `"t"` as in the target, `"f"` free.
 
-    Terms may also be scattered over the innermost indices of dim i (`"0"`, `"1"`, ...) on their way: a reduce-scatter
-    halves an all-reduce even where the digits that the target wants are still taken by another axis.
+    Terms may also be scattered over local indices of dim i (`"0"`, `"1"`, ...) on their way: a reduce-scatter halves an
+    all-reduce even where the digits that the target wants are still taken by another axis.
     """
 
     def __init__(
@@ -388,24 +388,27 @@ class _Search:
                 yield "exchange", axes, tuple(after)
 
     def _parking(self) -> dict[str, dict[int, Dim]]:
-        """Per axis of terms and dim, a digit below all those of source and target, where it divides."""
+        """Per axis of terms and dim, a digit that is local in source and target, the innermost that divides."""
         terms = [m.axis for m in self.moves if m.before not in ("", "dims")]
+        parking: dict[str, dict[int, Dim]] = {axis: {} for axis in terms}
         if len(terms) == len(self.moves):
-            return {}
-        free: dict[int, int] = {}
-        for i, pair in enumerate(zip(self.source.dims, self.target.dims, strict=True)):
-            segments = [s for dim in pair for s in dim.segments]
-            if len(segments) == 2 and is_even(pair[0]) and is_even(pair[1]):
-                free[i] = min((digit.stride for s in segments for digit in s.digits), default=pair[0].size)
-        parking: dict[str, dict[int, Dim]] = {}
-        for axis in terms:
-            n = self.source.mesh.sizes[axis]
-            for i, stride in free.items():
-                size = self.source.dims[i].size
-                if stride and stride % n == 0:
-                    free[i] = stride // n
-                    place = Dim.of(size, (Digit(None, size // stride, stride), Digit(axis, n, stride // n)))
-                    parking.setdefault(axis, {})[i] = place
+            return parking
+        for i, (a, b) in enumerate(zip(self.source.dims, self.target.dims, strict=True)):
+            pairs = aligned(a, b)
+            if pairs is None or len(pairs) > 1 or not (is_even(a) and is_even(b)):
+                continue
+            local = [[x.size, x.stride] for x, y in pairs[0] if not (x.axis or y.axis)]
+            local.append([pairs[0][-1][0].stride if pairs[0] else a.size, 1])
+            for axis in terms:
+                n = self.source.mesh.sizes[axis]
+                for place in reversed(local):
+                    size, stride = place
+                    if size and size % n == 0:
+                        extent, step = size * stride, size // n * stride
+                        digits = Digit(None, a.size // extent, extent), Digit(axis, n, step)
+                        parking[axis][i] = Dim.of(a.size, digits)
+                        place[0] = size // n
+                        break
         return parking
 
 

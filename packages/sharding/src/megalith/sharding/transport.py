@@ -370,11 +370,13 @@ def _join(step: Step, rank: int, chunk: Sequence[int]) -> tuple[Op, ...]:
     wanted, sizes = step.target.ranges(rank), step.source.mesh.sizes
     order: list[int] = []
     merged: list[int] = []
-    ops: list[Op] = []
     for d, dim in enumerate(step.source.dims):
         senders = _within(dim, group)
         order += [*(step.axes.index(axis) for axis in senders), len(step.axes) + d]
         merged.append(math.prod(senders.values()) * chunk[d])
+    shape = step.target.local_shape(rank)
+    ops: list[Op] = []
+    for d, dim in enumerate(step.source.dims):
         index = torch.zeros(_size(wanted[d]), dtype=torch.int64)
         for i, held in enumerate(_each(dim, here, group)):
             if step.kind == "all_gather":
@@ -383,7 +385,7 @@ def _join(step: Step, rank: int, chunk: Sequence[int]) -> tuple[Op, ...]:
                 common = intersect(held, wanted[d])
                 place = torch.arange(_size(common))
             index[positions(common, wanted[d])] = i * chunk[d] + place
-        ops += _pick(d, index, (*step.target.local_shape(rank)[:d], *merged[d:]), step.target.local_shape(rank))
+        ops += _pick(d, index, (*shape[:d], *merged[d:]), shape)
     view = (*(sizes[axis] for axis in step.axes), *chunk)
     return (("reshape", view), *_permute(order), ("reshape", tuple(merged)), *ops)
 

@@ -130,19 +130,15 @@ _COLLECTIVES: dict[str, Callable[[Step, Sequence[int], list[Tensor]], list[Tenso
 
 
 def _reduce(terms: Sequence[Tensor], op: str) -> Tensor:
-    combine = {"sum": Tensor.add_, "max": _maximum, "min": _minimum}[op]
     total = terms[0].clone()
     for term in terms[1:]:
-        combine(total, term)
+        if op == "sum":
+            total += term
+        elif op == "max":
+            torch.maximum(total, term, out=total)
+        else:
+            torch.minimum(total, term, out=total)
     return total
-
-
-def _maximum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.maximum(total, term, out=total)
-
-
-def _minimum(total: Tensor, term: Tensor) -> Tensor:
-    return torch.minimum(total, term, out=total)
 
 
 def scatter(tensor: Tensor, layout: Layout) -> list[Tensor]:

@@ -62,3 +62,11 @@ def _add_n(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorTy
 
 
 register_rule("add_n", _add_n)
+
+
+def _adamw(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+    dims = tuple(f"d{i}" for i in range(len(operands[0].shape)))
+    return Rule((dims, dims, dims, dims, (), ()), (dims, dims, dims))
+
+
+register_rule("megalith.adamw.default", _adamw)

@@ -1,0 +1,49 @@
+"""Which ops does core add to torch's? The fused optimizer step; each functional and in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megalith.core import _compat
+
+__all__ = ["adamw", "adamw_"]
+
+Tensor = torch.Tensor
+
+_library = torch.library.Library("megalith", "FRAGMENT")
+_SCHEMA = "Tensor g, {m} m, {v} v, Tensor step, Tensor lr, float beta1, float beta2, float eps, float weight_decay"
+_library.define(
+    f"adamw(Tensor p, {_SCHEMA.format(m='Tensor', v='Tensor')}) -> (Tensor, Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_library.define(
+    f"adamw_(Tensor(a!) p, {_SCHEMA.format(m='Tensor(b!)', v='Tensor(c!)')}) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
+)
+
+
+def _adamw_inplace(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: Tensor, b1: float, b2: float, eps: float, wd: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if p.numel():
+        _compat.fused_adamw(p, g, m, v, step, lr, b1, b2, eps, wd)
+    return p, m, v
+
+
+def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _adamw_inplace(p.clone(), g, m.clone(), v.clone(), *rest)
+
+
+def _adamw_meta(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("adamw", _adamw, _key)
+    _library.impl("adamw_", _adamw_inplace, _key)
+_library.impl("adamw", _adamw_meta, "Meta")
+_library.impl("adamw_", lambda p, g, m, v, *_: (p, m, v), "Meta")
+
+adamw = torch.ops.megalith.adamw.default
+adamw_ = torch.ops.megalith.adamw_.default

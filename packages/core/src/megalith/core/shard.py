@@ -1,0 +1,281 @@
+"""How does a pure, single-device function run on a mesh? `shard(fn, mesh, specs)`: traced, laid out, lowered, cached."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megalith.core import _compat
+from megalith.core._compat import pytree
+from megalith.core.backends.backend import Backend, PerRank, choose_backend
+from megalith.core.clean import clean
+from megalith.core.donate import donate as donate_pass
+from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, resolve_leaves
+from megalith.core.lower import lower
+from megalith.core.program import Program
+from megalith.core.trace import Traced, current_tracer, trace
+from megalith.sharding.graph import Ref
+from megalith.sharding.layout import Layout
+from megalith.sharding.mesh import Mesh
+from megalith.sharding.partition import Partition, partition
+
+__all__ = ["Compiled", "Sharded", "ShardedModule", "shard"]
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A function made into programs for one set of input shapes.
+
+    Args:
+        traced: the graph on global tensors.
+        partition: the graph laid out.
+        programs: by rank, those that this process runs.
+        leaves: the inputs with their layouts.
+        output_layouts: a tree like the output, of layouts; None where it is not a tensor.
+    """
+
+    traced: Traced
+    partition: Partition
+    programs: Mapping[int, Program]
+    leaves: tuple[Leaf, ...]
+    output_layouts: Tree
+    run: Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclass
+class Sharded:
+    """A function on a mesh: call it with shards, or ask what it will do. Made by `shard`."""
+
+    fn: Callable[..., Any]
+    mesh: Mesh
+    specs: Mapping[str, str]
+    backend: Backend
+    donate: tuple[str, ...] = ()
+    strict: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    modules: Mapping[int, str] = field(default_factory=dict)
+    _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)
+    _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._signature = inspect.signature(self.fn)
+        for name in self.donate:
+            if name not in self._signature.parameters:
+                known = ", ".join(self._signature.parameters)
+                raise ValueError(f"donate names {name!r}, but the function's arguments are {known}")
+
+    # --- running ---
+
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """Runs on this process's shards (on the virtual backend: on those of all ranks), as `place` gives them."""
+        if current_tracer() is not None:
+            return self.fn(*args, **kwargs)
+        leaves = self._bind(args, kwargs)
+        compiled = self._compiled(tuple(self._global(leaf) for leaf in leaves), args, kwargs)
+        outputs = compiled.run([leaf.value for leaf in leaves if leaf.is_tensor])
+        return pytree.tree_unflatten(outputs, compiled.traced.out_spec)
+
+    def place(self, *args: Tree, **kwargs: Tree) -> Any:
+        """Whole tensors as the shards that this process holds, by the specs.
+
+        Args:
+            args: the function's leading arguments, whole.
+            kwargs: arguments by name.
+
+        Returns:
+            the same trees of shards: one tree for one argument, a tuple for several.
+        """
+        bound = self._signature.bind_partial(*args, **kwargs)
+        placed = []
+        for name, tree in bound.arguments.items():
+            leaves = leaves_of({name: tree})
+            self._resolve(leaves)
+            values = []
+            for leaf in leaves:
+                if leaf.layout is None:
+                    values.append(leaf.value)
+                    continue
+                shards = self.backend.scatter(leaf.value, leaf.layout)
+                self._shapes[leaf.name, self.backend.local_shape(shards)] = tuple(leaf.value.shape)
+                values.append(shards)
+            placed.append(pytree.tree_unflatten(values, pytree.tree_structure(tree)))
+        return placed[0] if len(placed) == 1 else tuple(placed)
+
+    def gather(self, *args: Tree, **kwargs: Tree) -> Any:
+        """Shards of arguments, as `place` gives them, as whole tensors on every process."""
+        bound = self._signature.bind_partial(*args, **kwargs)
+        gathered = []
+        for name, tree in bound.arguments.items():
+            leaves = leaves_of({name: tree})
+            self._resolve([self._global(leaf) for leaf in leaves], leaves)
+            values = [leaf.value if leaf.layout is None else self.backend.gather(leaf.value, leaf.layout) for leaf in leaves]
+            gathered.append(pytree.tree_unflatten(values, pytree.tree_structure(tree)))
+        return gathered[0] if len(gathered) == 1 else tuple(gathered)
+
+    def gather_output(self, output: Tree, *args: Tree, **kwargs: Tree) -> Tree:
+        """What a call with these arguments (shards) returned, as whole tensors on every process."""
+        compiled = self.compiled(*args, **kwargs)
+        spec = compiled.traced.out_spec
+        layouts = spec.flatten_up_to(compiled.output_layouts)
+        values = [
+            leaf if layout is None else self.backend.gather(leaf, layout)
+            for leaf, layout in zip(spec.flatten_up_to(output), layouts, strict=True)
+        ]
+        return pytree.tree_unflatten(values, spec)
+
+    def whole(self, *args: Tree, **kwargs: Tree) -> Tree:
+        """Places whole arguments, runs, and gathers the output: the function itself, by way of the mesh."""
+        bound = self._signature.bind(*args, **kwargs)
+        shards = {name: self.place(**{name: tree}) for name, tree in bound.arguments.items()}
+        bound.arguments.update(shards)
+        output = self(*bound.args, **bound.kwargs)
+        return self.gather_output(output, *bound.args, **bound.kwargs)
+
+    # --- asking ---
+
+    def compiled(self, *args: Tree, **kwargs: Tree) -> Compiled:
+        """The programs that a call with these arguments (shards) runs."""
+        leaves = self._bind(args, kwargs)
+        return self._compiled(tuple(self._global(leaf) for leaf in leaves), args, kwargs)
+
+    def program(self, *args: Tree, **kwargs: Tree) -> Program:
+        """The program of this process's rank (rank 0's on other backends) for whole arguments of these shapes.
+
+        Nothing runs: tensors on `meta` will do.
+        """
+        leaves = self._bind(args, kwargs)
+        compiled = self._compiled(tuple(leaves), args, kwargs)
+        return compiled.programs[min(compiled.programs)]
+
+    # --- the way there ---
+
+    def _bind(self, args: Any, kwargs: Any) -> list[Leaf]:
+        bound = self._signature.bind(*args, **kwargs)
+        return leaves_of(dict(bound.arguments), self._signature)
+
+    def _global(self, leaf: Leaf) -> Leaf:
+        """The leaf with a shard's shape turned into that of the whole."""
+        if not leaf.is_tensor:
+            return leaf
+        local = self.backend.local_shape(leaf.value)
+        known = self._shapes.get((leaf.name, local))
+        if known is None:
+            known = global_shape(leaf, local, self.mesh, self.specs, self.sizes, self.backend)
+            self._shapes[leaf.name, local] = known
+        return leaf.with_shape(known)
+
+    def _resolve(self, whole: Sequence[Leaf], into: Sequence[Leaf] | None = None) -> None:
+        resolve_leaves(whole, self.mesh, self.specs, self.sizes, self.modules.values())
+        if into is not None:
+            for source, target in zip(whole, into, strict=True):
+                target.copy_layouts(source)
+
+    def _compiled(self, leaves: Sequence[Leaf], args: Any, kwargs: Any) -> Compiled:
+        key = tuple(leaf.key for leaf in leaves), pytree.tree_structure((args, kwargs))
+        found = self._cache.get(key)
+        if found is None:
+            found = self._build(leaves, args, kwargs)
+            self._cache[key] = found
+        return found
+
+    def _build(self, leaves: Sequence[Leaf], args: Any, kwargs: Any) -> Compiled:
+        self._resolve(leaves)
+        bound = self._signature.bind(*args, **kwargs)
+        tree = pytree.tree_unflatten(
+            [leaf.abstract() for leaf in leaves], pytree.tree_structure(dict(bound.arguments))
+        )
+        call = _by_name(self.fn, self._signature)
+        traced = trace(call, (), tree, modules=self.modules)
+        graph = clean(traced.graph)
+        traced = Traced(graph, traced.in_spec, traced.out_spec)
+        tensors = [leaf for leaf in leaves if leaf.is_tensor]
+        donated, out_layouts = donated_outputs(traced, leaves, self.donate)
+        laid_out = partition(
+            graph, self.mesh, [leaf.as_input() for leaf in tensors], out_layouts, self._parse_marker
+        )
+        programs = {
+            rank: donate_pass(lower(laid_out, rank), donated) for rank in self.backend.ranks
+        }
+        run = self.backend.load(programs)
+        any_program = next(iter(programs.values()))
+        layouts = pytree.tree_unflatten(list(any_program.output_layouts), traced.out_spec)
+        return Compiled(traced, laid_out, programs, tuple(leaves), layouts, run)
+
+    def _parse_marker(self, pattern: str, shape: tuple[int, ...]) -> Layout:
+        return Layout.parse(pattern, shape, self.mesh, self.sizes, "a constrained value")
+
+
+def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """The function with all its arguments by name, `*args` and `**kwargs` included."""
+
+    def call(**arguments: Any) -> Any:
+        bound = signature.bind_partial()
+        bound.arguments.update({name: arguments[name] for name in signature.parameters if name in arguments})
+        return fn(*bound.args, **bound.kwargs)
+
+    return call
+
+
+class ShardedModule(Sharded):
+    """A module on a mesh, as a function `(params, *inputs)` of its parameters; `params` are its own, placed."""
+
+    params: Tree
+
+
+def shard(
+    target: torch.nn.Module | Callable[..., Any],
+    mesh: Mesh,
+    specs: Mapping[str, str],
+    *,
+    donate: str | Sequence[str] = (),
+    strict: bool = False,
+    sizes: Mapping[str, int] | None = None,
+    backend: str | Backend | None = None,
+) -> Any:
+    """The same function on a mesh.
+
+    Args:
+        target: a pure function of pytrees of tensors, or a module, which becomes the function `(params, *inputs)`.
+        mesh: the mesh.
+        specs: name pattern -> layout, for parameters, inputs, outputs and module outputs; what no pattern matches is
+            replicated.
+        donate: arguments that are not used after the call: the outputs that take their place reuse their memory.
+        strict: whether a collective that no spec asked for is an error.
+        sizes: sizes of factors that patterns name without saying.
+        backend: "virtual" (all ranks in this process), "distributed" (a process a rank) or a backend;
+            by default distributed where torch.distributed is initialised, else virtual.
+
+    Returns:
+        a `Sharded`: call it with shards as its `place` gives them.
+
+    Raises:
+        LayoutError, SpecError: a pattern that does not fit.
+        TraceError: a function that has no one program.
+        MissingRule: an op that no rule covers.
+
+    >>> step = shard(lambda x, w: x @ w, Mesh("tp=2"), {"w": "i (tp o)"}, backend="virtual")
+    >>> x, w = torch.ones(2, 3), torch.ones(3, 4)
+    >>> step.whole(x, w)
+    tensor([[3., 3., 3., 3.],
+            [3., 3., 3., 3.]])
+    """
+    names = (donate,) if isinstance(donate, str) else tuple(donate)
+    chosen = backend if isinstance(backend, Backend) else choose_backend(backend, mesh)
+    if not isinstance(target, torch.nn.Module):
+        return Sharded(target, mesh, specs, chosen, names, strict, dict(sizes or {}))
+    module = target
+    params = {name: p.detach() for name, p in module.named_parameters()}
+
+    def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(module, params, args, kwargs)
+
+    paths = {id(child): name for name, child in module.named_modules()}
+    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), paths)
+    sharded.params = sharded.place(params=params)
+    return sharded
