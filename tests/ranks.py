@@ -16,7 +16,6 @@ every process of the pool and the next call starts new ones, so no failure outli
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import itertools
 import multiprocessing
@@ -25,6 +24,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -84,8 +84,9 @@ def _serve(connection: Connection, dump_path: str) -> None:
     import torch
     import torch.distributed as dist
 
+    caller = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (caller.join(), os._exit(1)), daemon=True).start()  # outlive no killed pytest
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no process outlives a killed pytest
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's; it ends the pool
     torch.set_num_threads(1)
@@ -142,7 +143,7 @@ class Pool(AbstractContextManager):
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._folder = Path(tempfile.gettempdir(), f"ranks-{os.getpid()}-{id(self)}")
         self._numbers = itertools.count()
         atexit.register(self.close)
 
@@ -158,7 +159,7 @@ class Pool(AbstractContextManager):
         state does not persist.
         """
         job = _pickle_by_value(fn, args, kw)
-        self._folder.mkdir(exist_ok=True)  # a closed pool may be used again
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         if wait([worker.connection for worker in self._workers], 0):
             self._kill()  # an idle process has nothing to say: this is the end of one that died
         while len(self._workers) < world_size:

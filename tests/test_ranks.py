@@ -3,8 +3,11 @@
 import functools
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,3 +193,26 @@ def test_close_ends_the_processes_and_the_pool_may_be_used_again():
     assert not alive(pids)
     assert len(pool.run(pid_of, world_size=2)) == 2
     pool.close()
+
+
+def test_no_process_outlives_a_killed_caller(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import os, time, ranks\n"
+        "def report_and_hang(rank):\n"
+        "    open(f'pid-{rank}', 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+        "ranks.run(report_and_hang, world_size=2, timeout=600)\n"
+    )
+    caller = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
+    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    caller.kill()
+    caller.wait()
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pids)

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's chatter
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's chatter
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -42,8 +42,8 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 # --------------------------------------------------------------------------------------------------- bytes on the wire
 
-# What gloo adds, measured by test_harness.py: three 48-byte messages (ready to send, ready to receive, the header of the
-# payload) per segment and peer. A step of a ring all-reduce goes in at least 2 segments of at most 1 MiB, a step of an
+# What gloo adds, as test_harness.py measures: three 48-byte messages (ready to send, ready to receive, the header of
+# the payload) per segment. A step of a ring all-reduce goes in at least 2 segments of at most 1 MiB, a step of an
 # all-gather in 2, an all-to-all in 1 per peer.
 GLOO_SEGMENT_HEADER_BYTES = 144
 GLOO_SEGMENT_BYTES = 1 << 20
@@ -137,7 +137,7 @@ class Timing:
 def alternating(cases: dict[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, Timing]:
     """Time the cases in turn, `rounds` times after `warmup` rounds, so that a busy moment hits all of them alike.
 
-    In a process group every rank calls this with the same cases; the ranks meet in a barrier before each call, untimed.
+    In a process group every rank calls this with the same cases; they meet in a barrier before each call, untimed.
     """
     timings = {name: Timing() for name in cases}
     for round_ in range(-warmup, rounds):
@@ -155,7 +155,7 @@ def alternating(cases: dict[str, Callable[[], Any]], rounds: int, warmup: int = 
 
 
 def merge(ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
-    """One timing of each case out of those of the ranks: by round, the slowest rank's wall and the sum of CPU seconds."""
+    """The ranks' timings as one of each case: by round, the slowest rank's wall and the sum of CPU seconds."""
     return {
         name: Timing(
             [max(walls) for walls in zip(*(rank[name].walls for rank in ranks), strict=True)],
@@ -181,17 +181,15 @@ def tensor_memory(*phases: Callable[[], Any]) -> list[Phase]:
     """Run the phases in order and return each one's allocated bytes at its start, its peak and its end.
 
     Exact: every block of ATen's CPU allocator is seen, temporaries inside an op included (a Python scalar is one, of 8
-    bytes), at the size it was asked for. What was allocated before the first phase is not seen to be freed; so for the steady
-    state of a step that replaces its parameters let the first phase build them and the last be the step.
+    bytes), at the size it was asked for. What was allocated before the first phase is not seen to be freed; so for the
+    steady state of a step that replaces its parameters let the first phase build them and the last be the step.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         for number, phase in enumerate(phases):
             with record_function(f"tensor_memory {number}"):
                 result = phase()
             del result
-    events: list[
-        tuple[int, int | None, str]
-    ] = []  # (nanoseconds, bytes of an allocation or a free, name of a phase's edge)
+    events: list[tuple[int, int | None, str]] = []  # nanoseconds, bytes (negative: freed), edge of a phase
     stack = list(prof.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
@@ -232,10 +230,11 @@ IMPORT_BASELINE = resident()["RssAnon"]
 
 
 def peak_rss(fn: Callable[[], Any], baseline: int | None = None) -> int:
-    """Run `fn` and return the peak of anonymous resident memory above `baseline` bytes (by default: when this module was
-    imported). Includes what the allocator keeps and what libraries other than torch allocate; rough to about a MiB.
+    """Run `fn` and return the peak of anonymous resident memory above `baseline` bytes.
 
-    The kernel's own high-water mark, less the resident files, which only grow; a sampling thread where it cannot be reset.
+    The baseline is by default that of this module's import. Includes what malloc keeps and what libraries other than
+    torch allocate; right to about a MiB. It is the kernel's own high-water mark, less the resident files, which only
+    grow; or, where that mark cannot be reset, the most that a sampling thread saw.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what earlier code freed is not to be counted
@@ -319,7 +318,9 @@ class Table:
         console.print(table)
         for target in self.targets:
             verdict = "[green]PASS[/]" if target["met"] else "[red]MISS[/]"
-            console.print(f"{verdict}  {target['name']}: {target['value']:g} {target['relation']} {target['limit']:g}")
+            console.print(
+                f"{verdict}  {target['name']}: {target['value']:.10g} {target['relation']} {target['limit']:.10g}"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{self.name}.json"
         rows = [dict(zip(self.columns, cells, strict=True)) for cells in self.rows]
