@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from megalith.core import _compat
+from megalith.core.trace import current_tracer
 
 __all__ = ["Intercept"]
 
@@ -201,6 +202,13 @@ class Intercept(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tracer = current_tracer()
+        if func is torch.autograd.grad and tracer is not None:
+            tracer.backward_depth += 1
+            try:
+                return func(*args, **kwargs)
+            finally:
+                tracer.backward_depth -= 1
         composite = _COMPOSITES.get(func)
         if composite is not None:
             out = composite(*args, **kwargs)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megalith.core.localize import LOCALIZE, Emit, identity
-from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
-from megalith.sharding.graph import Ref, TensorType, map_refs, op_name, refs
+from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, writes
+from megalith.sharding.graph import Call, Origin, Ref, TensorType, map_refs, op_name, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
 from megalith.sharding.transition import Step, plan
@@ -34,18 +34,10 @@ def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None)
         rank: the rank, by which sizes, offsets and peers are fixed.
         names: names of the inputs, if not the graph's own.
     """
-    builder = _Builder(partition, rank)
+    builder = _Builder(partition, rank, {})
     inputs = [builder.slot_for(v) for v in partition.inputs]
-    constants = {
-        builder.slot_for(v): partition.graph.constants[v.value] for v in partition.constants
-    }
-    for step in partition.steps:
-        if isinstance(step, Move):
-            builder.move(step)
-        else:
-            builder.run(step)
+    constants = builder.build()
     outputs = tuple(Ref(builder.slots[o]) if isinstance(o, Version) else o for o in partition.outputs)
-    constants.update(builder.constants)
     instructions = _mark_overwrites(_without_dead(builder.instructions, outputs), {*inputs, *constants}, outputs)
     used = {slot for i in instructions for slot in reads(i)} | {r.id for r in refs(outputs)}
     return Program(
@@ -62,17 +54,80 @@ def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None)
     )
 
 
+@dataclass(frozen=True)
+class _Template:
+    """A block's instructions, to be repeated under other slots."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    types: Mapping[int, TensorType]
+    constants: Mapping[int, torch.Tensor]
+
+
 class _Builder:
     """The instructions so far, and which slot holds which version of which value."""
 
-    def __init__(self, partition: Partition, rank: int) -> None:
+    def __init__(self, partition: Partition, rank: int, blocks: dict[int, _Template]) -> None:
         self.partition = partition
         self.rank = rank
+        self.blocks = blocks  # by id of the block's partition
         self.slots: dict[Version, int] = {}
         self.types: dict[int, TensorType] = {}
         self.constants: dict[int, torch.Tensor] = {}
         self.instructions: list[Instruction] = []
         self.factories: dict[int, Run] = {}  # value -> the run that makes it from nothing
+
+    def build(self) -> dict[int, torch.Tensor]:
+        """Writes all instructions; gives the constants by slot."""
+        for version in self.partition.constants:
+            self.constants[self.slot_for(version)] = self.partition.graph.constants[version.value]
+        for step in self.partition.steps:
+            if isinstance(step, Move):
+                self.move(step)
+            elif step.block is not None:
+                self.call(step, step.block)
+            else:
+                self.run(step)
+        return self.constants
+
+    # --- blocks ---
+
+    def call(self, run: Run, block: Partition) -> None:
+        """The instructions of a block, lowered once, under new slots."""
+        template = self.blocks.get(id(block))
+        if template is None:
+            inner = _Builder(block, self.rank, self.blocks)
+            fed = [inner.slot_for(v) for v in block.inputs]
+            inner.build()
+            outs = tuple(inner.slots[o] for o in block.outputs if isinstance(o, Version))
+            live = _without_dead(inner.instructions, tuple(Ref(o) for o in outs))
+            template = _Template(tuple(fed), outs, tuple(live), inner.types, inner.constants)
+            self.blocks[id(block)] = template
+        assert isinstance(run.node.op, Call)
+        prefix = run.node.op.prefix
+        slots = dict(zip(template.inputs, (self.slots[v] for v in run.operands), strict=True))
+
+        def rename(slot: int) -> int:
+            new = slots.get(slot)
+            if new is None:
+                kind = template.types[slot]
+                new = slots[slot] = self.new_slot(kind.shape, kind.dtype)
+                if slot in template.constants:
+                    self.constants[new] = template.constants[slot]
+            return new
+
+        origins: dict[Origin, Origin] = {}
+        for instruction in template.instructions:
+            origin = origins.get(instruction.origin)
+            if origin is None:
+                inner_path = instruction.origin.module
+                module = f"{prefix}.{inner_path}" if inner_path else prefix
+                origin = origins[instruction.origin] = replace(instruction.origin, module=module)
+            self.instructions.append(renamed(instruction, rename, origin))
+        for version, slot in zip(run.outputs, template.outputs, strict=True):
+            if version is not None:
+                self.slots[version] = rename(slot)
 
     # --- slots ---
 

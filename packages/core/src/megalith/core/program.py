@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from megalith.sharding.graph import Origin, Ref, TensorType, refs
+from megalith.sharding.graph import Origin, Ref, TensorType, map_refs, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 
@@ -149,6 +149,23 @@ def writes(instruction: Instruction) -> tuple[int, ...]:
     if isinstance(instruction, Compute):
         return tuple(o for o in instruction.outputs if o >= 0)
     return (instruction.pending,) if isinstance(instruction, Launch) else (instruction.output,)
+
+
+def renamed(instruction: Instruction, slot: Callable[[int], int], origin: Origin) -> Instruction:
+    """The same instruction on other slots."""
+    if isinstance(instruction, Compute):
+
+        def new(ref: Ref) -> Ref:
+            return Ref(slot(ref.id))
+
+        args, kwargs = map_refs(instruction.args, new), map_refs(instruction.kwargs, new)
+        outputs = tuple(o if o < 0 else slot(o) for o in instruction.outputs)
+        return Compute(instruction.fn, args, kwargs, outputs, origin)
+    if isinstance(instruction, Launch):
+        return replace(
+            instruction, buffer=slot(instruction.buffer), pending=slot(instruction.pending), origin=origin
+        )
+    return Wait(slot(instruction.pending), slot(instruction.output), origin)
 
 
 def _lines(program: Program) -> Iterator[str]:

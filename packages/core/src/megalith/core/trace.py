@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,17 @@ import torch
 from megalith.core import _compat
 from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
 from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
-from megalith.sharding.graph import Graph, Node, Origin, Ref, TensorType
+from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType
 
 __all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
 
 
 class TraceError(RuntimeError):
     """A program that cannot be traced, with the line at fault and the way out."""
+
+
+class NoBlocks(Exception):
+    """The program does with a block what only its single ops can do: trace again without blocks."""
 
 
 class MutationFound(Exception):
@@ -61,8 +65,12 @@ def current_tracer() -> Tracer | None:
 class Tracer(TorchDispatchMode):
     """Records every op that reaches the dispatcher below autograd and `torch.func`."""
 
-    def __init__(self, raw: bool = False) -> None:
+    def __init__(self, raw: bool = False, use_blocks: bool = True) -> None:
         super().__init__()
+        self.use_blocks = use_blocks and not raw
+        self.blocks: Any = None
+        self.repeated: set[int] = set()
+        self.backward_depth = 0
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.raw = raw  # keep aliases and mutations, to be functionalised by a second trace
         self.frames = [Frame()]
@@ -75,6 +83,18 @@ class Tracer(TorchDispatchMode):
     @property
     def frame(self) -> Frame:
         return self.frames[-1]
+
+    def learn(self, root: torch.nn.Module) -> None:
+        """Notes the paths of a module's children, and which of them repeat."""
+        for name, child in root.named_modules():
+            self.module_names.setdefault(id(child), name)
+            if isinstance(child, torch.nn.ModuleList):
+                members = list(child)
+                self.repeated.update(id(m) for m in members if sum(type(m) is type(o) for o in members) > 1)
+
+    def may_use_blocks(self) -> bool:
+        """Whether a block may be called here rather than its ops recorded."""
+        return self.use_blocks and len(self.frames) == 1 and not _compat.functorch_levels()
 
     # --- values -------------------------------------------------------------------------------
 
@@ -130,9 +150,9 @@ class Tracer(TorchDispatchMode):
 
     def origin(self) -> Origin:
         node = _compat.current_autograd_node()
-        if node is not None:
+        if node is not None or self.backward_depth:
             self.frame.seen_backward = True
-            known = self.frame.forward_origins.get(node._sequence_nr())
+            known = self.frame.forward_origins.get(node._sequence_nr()) if node is not None else None
             if known is not None:
                 return Origin(known.module, known.source, "backward")
             return Origin("", "", "backward")
@@ -164,6 +184,18 @@ class Tracer(TorchDispatchMode):
             out = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self.emit(op, (tensor, *args), {}, out)
         return out
+
+    def call(
+        self, op: Call, operands: Sequence[torch.Tensor], outputs: Sequence[TensorType]
+    ) -> tuple[torch.Tensor, ...]:
+        """Records the call of a block, whose outputs have these types."""
+        device = operands[0].device
+        with self.pause(), self.fake_mode:
+            outs = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in outputs)
+        args = tuple(Ref(self.value_of(x)) for x in operands)
+        values = tuple(self.new_value(o) for o in outs)
+        self.frame.nodes.append(Node(op, args, {}, values, self.origin()))
+        return outs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -284,7 +316,10 @@ def trace(
     """
     kwargs = dict(kwargs or {})
     try:
-        return _trace(fn, args, kwargs, names, modules or {}, raw=False)
+        try:
+            return _trace(fn, args, kwargs, names, modules or {}, raw=False)
+        except NoBlocks:
+            return _trace(fn, args, kwargs, names, modules or {}, raw=False, use_blocks=False)
     except MutationFound:
         raw = _trace(fn, args, kwargs, names, modules or {}, raw=True)
         return _functionalize(raw, args, kwargs)
@@ -299,14 +334,16 @@ def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[s
     return found
 
 
-def _trace(fn: Any, args: Any, kwargs: Any, names: Any, modules: Mapping[int, str], raw: bool) -> Traced:
-    from megalith.core.blocks import call_module
+def _trace(
+    fn: Any, args: Any, kwargs: Any, names: Any, modules: Mapping[int, str], raw: bool, use_blocks: bool = True
+) -> Traced:
+    from megalith.core.blocks import BlockTable, call_module
     from megalith.core.composites import Intercept
 
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     leaf_names = _leaf_names(args, kwargs, names)
-    tracer = Tracer(raw)
-    tracer.module_names.update(modules)
+    tracer = Tracer(raw, use_blocks)
+    tracer.blocks = BlockTable()
     inputs, fakes, input_names = [], [], []
     for leaf, name in zip(leaves, leaf_names, strict=True):
         if isinstance(leaf, torch.Tensor):

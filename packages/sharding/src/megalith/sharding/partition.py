@@ -64,12 +64,13 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One node on local shards."""
+    """One node on local shards; for the call of a block, the block laid out for these operands."""
 
     node: Node
     operands: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
     indexed_axes: tuple[str, ...] = ()
+    block: Partition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,20 @@ def partition(
     Raises:
         MissingRule: an op that no table knows.
     """
-    state = _State(graph, mesh, parse or (lambda pattern, shape: Layout.parse(pattern, shape, mesh)))
+    parse = parse or (lambda pattern, shape: Layout.parse(pattern, shape, mesh))
+    return _walk(graph, mesh, tuple(inputs), outputs, parse, {}, keep_partial=False)
+
+
+def _walk(
+    graph: Graph,
+    mesh: Mesh,
+    inputs: tuple[Input, ...],
+    outputs: Sequence[Layout | None] | None,
+    parse: Callable[[str, tuple[int, ...]], Layout],
+    blocks: dict[Any, Partition],
+    keep_partial: bool,
+) -> Partition:
+    state = _State(graph, mesh, parse, blocks)
     for value, given in zip(graph.inputs, inputs, strict=True):
         state.add_input(value, given)
     for value in graph.constants:
@@ -138,7 +152,7 @@ def partition(
     finished = []
     wanted = outputs if outputs is not None else [None] * len(graph.outputs)
     for output, layout in zip(graph.outputs, wanted, strict=True):
-        finished.append(state.finish(output, layout) if isinstance(output, Ref) else output)
+        finished.append(state.finish(output, layout, keep_partial) if isinstance(output, Ref) else output)
     return Partition(
         graph,
         mesh,
@@ -236,6 +250,7 @@ class _State:
     graph: Graph
     mesh: Mesh
     parse: Callable[[str, tuple[int, ...]], Layout]
+    blocks: dict[Any, Partition]
     steps: list[Run | Move] = field(default_factory=list)
     inputs: dict[int, Input] = field(default_factory=dict)
     versions: dict[int, list[Version]] = field(default_factory=dict)
@@ -339,6 +354,8 @@ class _State:
             layout = self.grad_layout(node.args[1].id)
             given = self.inputs.get(self.root_of(node.args[1].id))
             self._rename(node, layout, f"gradient as its parameter: {given.cause}" if given else "gradient")
+        elif isinstance(node.op, Call):
+            self._call(node, node.op)
         elif node.name == "aten.reshape.default":
             self._reshape(node)
         else:
@@ -358,6 +375,32 @@ class _State:
         self._emit(node, (version,), (result,))
         if operand.id in self.parameter_of:
             self.parameter_of[node.outputs[0]] = self.parameter_of[operand.id]
+
+    def _call(self, node: Node, call: Call) -> None:
+        """A block: laid out once for each combination of operand layouts; partial operands are resolved before it."""
+        primals = {position: self.current(ref.id, node.origin).layout for position, ref in call.primal_of}
+        versions = []
+        for position, ref in enumerate(node.operands):
+            layout = primals.get(position, self.current(ref.id, node.origin).layout.without_partial())
+            cause = "a cotangent lies as its primal" if position in primals else f"operand of {node.name}"
+            versions.append(self.fetch(ref.id, layout, node.origin, cause))
+        given = tuple(
+            Input(version.layout, is_parameter=ref.id in self.parameter_of, cause=self._cause_of(ref.id))
+            for version, ref in zip(versions, node.operands, strict=True)
+        )
+        key = (call.block, given)
+        block = self.blocks.get(key)
+        if block is None:
+            block = _walk(call.block.graph, self.mesh, given, None, self.parse, self.blocks, keep_partial=True)
+            self.blocks[key] = block
+        layouts = [o.layout if isinstance(o, Version) else None for o in block.outputs]
+        outs = iter(node.outputs)
+        produced = tuple(self.produce(next(outs), layout) for layout in layouts if layout is not None)
+        self.steps.append(Run(node, tuple(versions), produced, block=block))
+
+    def _cause_of(self, value: int) -> str:
+        given = self.inputs.get(self.root_of(value))
+        return given.cause if given else ""
 
     def _emit(
         self, node: Node, operands: tuple[Version, ...], layouts: Sequence[Layout | None], indexed: tuple[str, ...] = ()
@@ -467,9 +510,11 @@ class _State:
             granted.setdefault(factor, Dim.of(self.types[value].shape[d]))
         return granted
 
-    def finish(self, output: Ref, layout: Layout | None) -> Version:
-        """An output in the layout asked for, or as it comes but not partial."""
+    def finish(self, output: Ref, layout: Layout | None, keep_partial: bool) -> Version:
+        """An output in the layout asked for, or as it comes; partial only where that is allowed."""
         version = self.current(output.id, _OUTPUT)
+        if keep_partial and layout is None:
+            return version
         target = layout or version.layout.without_partial()
         return self.fetch(output.id, target, _OUTPUT, "output" if layout is None else "spec of an output")
 

@@ -326,10 +326,10 @@ def _zero(step: Step, rank: int) -> tuple[Op, ...]:
     if step.op == "sum" and any(here[axis] for axis in copies):
         return (("fill", (shape, step.op)),)
     held, wanted = step.source.ranges(rank), step.target.ranges(rank)
-    if held == wanted:
-        return ()
     first = {**here, **dict.fromkeys(step.axes, 0)}  # a segment that an axis does not name counts once
     mine = tuple(own_ranges(dim, here, first if step.op == "sum" else here) for dim in step.source.dims)
+    if mine == wanted:
+        return ()
     ops = [("select", (d, positions(a, b))) for d, (a, b) in enumerate(zip(mine, held, strict=True)) if a != b]
     places = tuple(positions(a, b) for a, b in zip(mine, wanted, strict=True))
     return (*ops, ("embed", (shape, places, step.op)))
