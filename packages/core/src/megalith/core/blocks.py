@@ -16,6 +16,7 @@ import torch
 from megalith.core import _compat
 from megalith.core._compat import pytree
 from megalith.core.clean import clean
+from megalith.core.markers import constrain
 from megalith.core.trace import CapturedTensor, Frame, NoBlocks, Tracer
 from megalith.sharding.graph import Block, Call, Graph, Node, Ref, TensorType, refs
 
@@ -28,6 +29,22 @@ def call_module(tracer: Tracer, original: Any, module: torch.nn.Module, *args: A
     if path is None:
         tracer.learn(module)
         path = tracer.module_names[id(module)]
+    out = _run(tracer, original, module, path, args, kwargs)
+    pattern = tracer.anchor(path)
+    return out if pattern is None else _anchored(out, pattern)
+
+
+def _anchored(out: Any, pattern: str) -> Any:
+    """A module's output, its first tensor laid out by a pattern."""
+    leaves, spec = pytree.tree_flatten(out)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            leaves[i] = constrain(leaf, pattern)
+            return pytree.tree_unflatten(leaves, spec)
+    return out
+
+
+def _run(tracer: Tracer, original: Any, module: torch.nn.Module, path: str, args: Any, kwargs: Any) -> Any:
     tracer.modules.append(path)
     try:
         if id(module) in tracer.repeated and tracer.may_use_blocks():
@@ -86,6 +103,7 @@ def _call_block(tracer: Tracer, module: torch.nn.Module, path: str, args: Any, k
         tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors),
         _aliasing(tensors),
         torch.is_grad_enabled(),
+        tuple(tracer.anchor(tracer.module_names.get(id(m), "")) for m in list(module.modules())[1:]),
     )
     table: BlockTable = tracer.blocks
     if key in table.refused:

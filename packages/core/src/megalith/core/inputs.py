@@ -14,11 +14,12 @@ from megalith.core._compat import pytree
 from megalith.core.backends.backend import Backend, PerRank
 from megalith.core.trace import Traced
 from megalith.sharding.graph import Ref
-from megalith.sharding.layout import Layout, replicated
+from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.partition import Input
+from megalith.sharding.specs import Resolution, resolve
 
-__all__ = ["Leaf", "donated_outputs", "global_shape", "leaves_of", "resolve_leaves"]
+__all__ = ["Leaf", "donated_outputs", "global_shape", "is_output", "leaves_of", "output_layouts", "resolve_leaves"]
 
 PARAMETERS = "params"
 
@@ -96,41 +97,65 @@ def resolve_leaves(
     specs: Mapping[str, str],
     sizes: Mapping[str, int],
     modules: Collection[str] = (),
-) -> None:
-    """Gives each tensor leaf the layouts that the specs say."""
-    import fnmatch
+    complete: bool = False,
+) -> Resolution:
+    """Gives each tensor leaf the layouts that the specs say.
 
-    from megalith.sharding.grammar import parse_stored_used
+    A leaf outside of the parameters whose path ends in a parameter's name is of that parameter's state.
 
-    for leaf in leaves:
-        if not leaf.is_tensor:
-            continue
-        tails = _tails(leaf.name)
+    Raises:
+        SpecError: an entry that does not fit; if `complete`, an entry that matches nothing.
+    """
+    tensors = {leaf.name: leaf for leaf in leaves if leaf.is_tensor}
+    table = {key: pattern for key, pattern in specs.items() if not is_output(key)}
+    found = resolve(
+        table,
+        {name: leaf.shape for name, leaf in tensors.items()},
+        mesh,
+        sizes,
+        aliases={name: _tails(name) for name in tensors},
+        states=[name for name, leaf in tensors.items() if leaf.parameter is None],
+        modules=modules,
+        complete=complete,
+    )
+    for name, leaf in tensors.items():
+        lives = found.leaves[name]
+        leaf.layout, leaf.cause = lives.stored, lives.cause
+        leaf.used = lives.used if leaf.parameter is not None else None
+        leaf.grad = lives.grad.layout if lives.grad is not None and leaf.parameter is not None else None
+    return found
 
-        def find(role: str) -> str | None:
-            found = None
-            for pattern in specs:
-                name, _, pattern_role = pattern.partition(":")
-                if pattern_role == role and any(fnmatch.fnmatchcase(t, name) for t in tails):
-                    found = pattern
-            return found
 
-        is_parameter = leaf.parameter is not None
-        plain = find("")
-        leaf.layout, leaf.used, leaf.grad = replicated(leaf.shape, mesh), None, None
-        chosen = plain if is_parameter else find("state") or plain
-        if chosen is not None:
-            leaf.cause = f"{chosen!r}: {specs[chosen]!r}"
-            stored, used = parse_stored_used(specs[chosen], leaf.shape, mesh, sizes, leaf.name)
-            leaf.layout, leaf.used = stored, used if is_parameter else None
-        grad = find("grad") if is_parameter else None
-        if grad is not None:
-            leaf.grad = parse_stored_used(specs[grad], leaf.shape, mesh, sizes, leaf.name)[0]
+def is_output(key: str) -> bool:
+    """Whether an entry of a spec table is for outputs: `output`, or a path that starts with it."""
+    return key.split(".")[0].split(":")[0] == "output"
+
+
+def output_layouts(
+    traced: Traced, mesh: Mesh, specs: Mapping[str, str], sizes: Mapping[str, int], chosen: list[Layout | None]
+) -> list[Layout | None]:
+    """The layouts of outputs: those already chosen, else what an `output...` entry says."""
+    table = {key: pattern for key, pattern in specs.items() if is_output(key)}
+    if not table:
+        return chosen
+    spec = traced.out_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    names = [
+        ".".join(p for p in ("output", _compat.key_path(path)) if p) for path, _ in pytree.tree_flatten_with_path(tree)[0]
+    ]
+    types = {
+        name: traced.graph.types[o.id].shape
+        for name, o in zip(names, traced.graph.outputs, strict=True)
+        if isinstance(o, Ref)
+    }
+    found = resolve(table, types, mesh, sizes)
+    given = [found.leaves[n].stored if n in types and found.leaves[n].key is not None else None for n in names]
+    return [layout or other for layout, other in zip(chosen, given, strict=True)]
 
 
 def _tails(name: str) -> list[str]:
     parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(len(parts))]
+    return [".".join(parts[i:]) for i in range(1, len(parts))]
 
 
 def global_shape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megalith.core._compat import pytree
 from megalith.core.backends.backend import Backend, PerRank, choose_backend
 from megalith.core.clean import clean
 from megalith.core.donate import donate as donate_pass
-from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, resolve_leaves
+from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.program import Program
 from megalith.core.trace import Traced, current_tracer, trace
@@ -59,7 +59,7 @@ class Sharded:
     donate: tuple[str, ...] = ()
     strict: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
-    modules: Mapping[int, str] = field(default_factory=dict)
+    module: torch.nn.Module | None = None
     _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)
     _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
@@ -74,7 +74,10 @@ class Sharded:
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Runs on this process's shards (on the virtual backend: on those of all ranks), as `place` gives them."""
-        if current_tracer() is not None:
+        tracer = current_tracer()
+        if tracer is not None:
+            if self.module is not None:
+                tracer.learn(self.module)
             return self.fn(*args, **kwargs)
         leaves = self._bind(args, kwargs)
         compiled = self._compiled(tuple(self._global(leaf) for leaf in leaves), args, kwargs)
@@ -171,7 +174,7 @@ class Sharded:
         return leaf.with_shape(known)
 
     def _resolve(self, whole: Sequence[Leaf], into: Sequence[Leaf] | None = None) -> None:
-        resolve_leaves(whole, self.mesh, self.specs, self.sizes, self.modules.values())
+        resolve_leaves(whole, self.mesh, self.specs, self.sizes)
         if into is not None:
             for source, target in zip(whole, into, strict=True):
                 target.copy_layouts(source)
@@ -185,17 +188,20 @@ class Sharded:
         return found
 
     def _build(self, leaves: Sequence[Leaf], args: Any, kwargs: Any) -> Compiled:
-        self._resolve(leaves)
+        unused = resolve_leaves(leaves, self.mesh, self.specs, self.sizes).unused
+        anchors = {key: self.specs[key] for key in unused}
         bound = self._signature.bind(*args, **kwargs)
         tree = pytree.tree_unflatten(
             [leaf.abstract() for leaf in leaves], pytree.tree_structure(dict(bound.arguments))
         )
         call = _by_name(self.fn, self._signature)
-        traced = trace(call, (), tree, modules=self.modules)
+        traced = trace(call, (), tree, module=self.module, anchors=anchors)
+        resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, complete=True)
         graph = clean(traced.graph)
-        traced = Traced(graph, traced.in_spec, traced.out_spec)
+        traced = replace(traced, graph=graph)
         tensors = [leaf for leaf in leaves if leaf.is_tensor]
         donated, out_layouts = donated_outputs(traced, leaves, self.donate)
+        out_layouts = output_layouts(traced, self.mesh, self.specs, self.sizes, out_layouts)
         laid_out = partition(
             graph, self.mesh, [leaf.as_input() for leaf in tensors], out_layouts, self._parse_marker
         )
@@ -275,7 +281,6 @@ def shard(
     def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(module, params, args, kwargs)
 
-    paths = {id(child): name for name, child in module.named_modules()}
-    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), paths)
+    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module)
     sharded.params = sharded.place(params=params)
     return sharded

@@ -14,6 +14,8 @@ import torch
 from megalith.core import _compat
 from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
 from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
+from megalith.sharding.mesh import Mesh
+from megalith.sharding.specs import resolve
 from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType
 
 __all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
@@ -47,11 +49,12 @@ class Frame:
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph, and how its inputs and outputs hang together as pytrees."""
+    """A graph, how its inputs and outputs hang together as pytrees, and the paths of the modules that it met."""
 
     graph: Graph
     in_spec: Any
     out_spec: Any
+    modules: frozenset[str] = frozenset()
 
 
 _current: list[Tracer] = []
@@ -71,6 +74,8 @@ class Tracer(TorchDispatchMode):
         self.blocks: Any = None
         self.repeated: set[int] = set()
         self.backward_depth = 0
+        self.anchors: dict[str, str] = {}
+        self._anchored: dict[str, str | None] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.raw = raw  # keep aliases and mutations, to be functionalised by a second trace
         self.frames = [Frame()]
@@ -91,6 +96,13 @@ class Tracer(TorchDispatchMode):
             if isinstance(child, torch.nn.ModuleList):
                 members = list(child)
                 self.repeated.update(id(m) for m in members if sum(type(m) is type(o) for o in members) > 1)
+
+    def anchor(self, path: str) -> str | None:
+        """The layout that the specs give the output of the module at this path."""
+        if path not in self._anchored:
+            found = resolve(self.anchors, {}, _NO_MESH, modules=[path], complete=False).modules if self.anchors else {}
+            self._anchored[path] = self.anchors[found[path]] if path in found else None
+        return self._anchored[path]
 
     def may_use_blocks(self) -> bool:
         """Whether a block may be called here rather than its ops recorded."""
@@ -264,6 +276,7 @@ _RENAMED = {
     _aten._unsafe_view.default: _aten.reshape.default,
     _aten._reshape_alias.default: _aten.reshape.default,
 }
+_NO_MESH = Mesh("")
 _IGNORED_KWARGS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -291,7 +304,8 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     names: tuple[str, ...] | None = None,
-    modules: Mapping[int, str] | None = None,
+    module: torch.nn.Module | None = None,
+    anchors: Mapping[str, str] | None = None,
 ) -> Traced:
     """The graph of a pure function of pytrees of tensors.
 
@@ -300,7 +314,8 @@ def trace(
         args: pytrees; of the tensors in them only shape, dtype and device count. Other leaves are constants.
         kwargs: likewise.
         names: the names of the positional arguments, for the names of the graph's inputs.
-        modules: paths of modules by `id`, for the origins.
+        module: the module whose children's paths name the origins; others are learnt when they are called.
+        anchors: spec entries that may be for module outputs: name pattern -> layout.
 
     Returns:
         The graph with its pytree structures.
@@ -317,11 +332,11 @@ def trace(
     kwargs = dict(kwargs or {})
     try:
         try:
-            return _trace(fn, args, kwargs, names, modules or {}, raw=False)
+            return _trace(fn, args, kwargs, names, module, anchors, raw=False)
         except NoBlocks:
-            return _trace(fn, args, kwargs, names, modules or {}, raw=False, use_blocks=False)
+            return _trace(fn, args, kwargs, names, module, anchors, raw=False, use_blocks=False)
     except MutationFound:
-        raw = _trace(fn, args, kwargs, names, modules or {}, raw=True)
+        raw = _trace(fn, args, kwargs, names, module, anchors, raw=True)
         return _functionalize(raw, args, kwargs)
 
 
@@ -335,7 +350,14 @@ def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[s
 
 
 def _trace(
-    fn: Any, args: Any, kwargs: Any, names: Any, modules: Mapping[int, str], raw: bool, use_blocks: bool = True
+    fn: Any,
+    args: Any,
+    kwargs: Any,
+    names: Any,
+    module: torch.nn.Module | None,
+    anchors: Mapping[str, str] | None,
+    raw: bool,
+    use_blocks: bool = True,
 ) -> Traced:
     from megalith.core.blocks import BlockTable, call_module
     from megalith.core.composites import Intercept
@@ -344,6 +366,9 @@ def _trace(
     leaf_names = _leaf_names(args, kwargs, names)
     tracer = Tracer(raw, use_blocks)
     tracer.blocks = BlockTable()
+    tracer.anchors = dict(anchors or {})
+    if module is not None:
+        tracer.learn(module)
     inputs, fakes, input_names = [], [], []
     for leaf, name in zip(leaves, leaf_names, strict=True):
         if isinstance(leaf, torch.Tensor):
@@ -373,7 +398,7 @@ def _trace(
     outputs = tuple(Ref(tracer.value_of(o)) if isinstance(o, torch.Tensor) else o for o in out_leaves)
     frame = tracer.frame
     graph = Graph(tuple(inputs), tuple(input_names), tuple(frame.nodes), outputs, frame.types, frame.constants)
-    return Traced(graph, in_spec, out_spec)
+    return Traced(graph, in_spec, out_spec, frozenset(tracer.module_names.values()))
 
 
 def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
@@ -382,7 +407,7 @@ def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
 
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     again = torch.func.functionalize(lambda *tensors: tuple(run_graph(raw.graph, tensors)))
-    traced = _trace(again, tuple(leaves), {}, None, {}, raw=False)
+    traced = _trace(again, tuple(leaves), {}, None, None, None, raw=False)
     graph = Graph(
         traced.graph.inputs,
         raw.graph.names,
@@ -391,4 +416,4 @@ def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
         traced.graph.types,
         traced.graph.constants,
     )
-    return Traced(graph, raw.in_spec, raw.out_spec)
+    return Traced(graph, raw.in_spec, raw.out_spec, raw.modules)
