@@ -174,7 +174,8 @@ class _Writer:
         how, callee = _quickest(instruction, self.program.types)
         args = instruction.args
         if how == "slice":
-            _, dim, start, stop = args[:4]
+            _, dim, start, stop = args
+            dim %= len(self.program.types[args[0].id].shape)
             return f"{self.slot(args[0].id)}[{':, ' * dim}{start}:{stop}]"
         if how == "cast":
             return f"{self.slot(args[0].id)}.to({self.literal(instruction.kwargs['dtype'])})"
@@ -259,13 +260,16 @@ def _same_calls(op: Any, instruction: Compute, types: Any) -> Iterator[tuple[str
         wanted = _dispatched(op, args, kwargs)
         if wanted is None:
             return
+        if op._overloadname == "Scalar" and name in ("add", "sub", "mul", "div"):
+            wanted = (op.overloadpacket.Tensor, *wanted[1:])  # all that its kernel does is to call this one
         tuples = tuple(tuple(a) if isinstance(a, list) and not any(isinstance(i, Tensor) for i in a) else a for a in args)
         name = op.overloadpacket.__name__
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if first is not None and name == "slice" and len(args) == 4 and args[1] >= 0:
+        if first is not None and name == "slice" and len(args) == 4:
             _, dim, start, stop = args
+            dim %= first.dim()
             at = (*[slice(None)] * dim, slice(start, stop))
-            if _dispatched(first.__getitem__, (at,), {}) == wanted:
+            if _dispatched(first.__getitem__, (at,), {}) == _dispatched(op, (first, dim, start, stop), {}):
                 yield "slice", None
         if first is not None and name == "_to_copy" and len(args) == 1 and list(kwargs) == ["dtype"]:
             if _dispatched(first.to, (kwargs["dtype"],), {}) == wanted:

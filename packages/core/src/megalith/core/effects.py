@@ -185,6 +185,12 @@ def _additive_mask(masks: Operands, q: Lying) -> int:
     return sum(math.prod(m.shape) * q.dtype.itemsize for m in masks if m.dtype == torch.bool)
 
 
+def _norm_backward(operands: Operands, _: Outputs) -> int:
+    """Sums of the two parameters' gradients, for each thread."""
+    normalized = math.prod(operands[-1].shape)
+    return 2 * normalized * max(operands[-1].dtype.itemsize, 4) * torch.get_num_threads()
+
+
 def _in_float32(position: int) -> Callable[[Operands, Outputs], int]:
     """Of two-byte numbers, a copy of an operand (-1: of the output) in float32."""
 
@@ -204,6 +210,7 @@ def _in_dtype_of_output(operands: Operands, outputs: Outputs) -> int:
 WORKSPACE: dict[str, Callable[[Operands, Outputs], int]] = {
     "megalith.sdpa.default": _attention,
     "megalith.sdpa_backward.default": _attention_backward,
+    "aten.native_layer_norm_backward.default": _norm_backward,
     "aten.gather.default": _in_float32(-1),
     "aten.scatter_add.default": _in_float32(0),
     "aten.sum.default": _in_dtype_of_output,

@@ -13,9 +13,9 @@ from megalith.core import _compat
 from megalith.core._compat import pytree
 from megalith.core.backends.backend import Backend, PerRank, choose_backend
 from megalith.core.clean import clean
-from megalith.core.donate import donate as donate_pass
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
+from megalith.core.passes import bucket, donate, overlap
 from megalith.core.program import Program
 from megalith.core.trace import Traced, current_tracer, trace
 from megalith.sharding.graph import Ref
@@ -206,7 +206,7 @@ class Sharded:
             graph, self.mesh, [leaf.as_input() for leaf in tensors], out_layouts, self._parse_marker
         )
         programs = {
-            rank: donate_pass(lower(laid_out, rank), donated) for rank in self.backend.ranks
+            rank: overlap(bucket(donate(lower(laid_out, rank), donated))) for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))

@@ -1,0 +1,7 @@
+"""Passes over a rank's program: each takes a program and gives an equal one that is better in one respect."""
+
+from megalith.core.passes.bucket import bucket
+from megalith.core.passes.donate import donate
+from megalith.core.passes.overlap import overlap
+
+__all__ = ["bucket", "donate", "overlap"]
