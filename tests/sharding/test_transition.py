@@ -352,3 +352,10 @@ def test_a_segment_that_an_axis_does_not_name_is_counted_once():
     target = replicated((7,), mesh).with_partial({"tp": "sum"})
     out = apply(plan(fused, target, 8), scatter(torch.arange(7.0), fused))
     assert torch.equal(gather(out, target), torch.arange(7.0))
+
+    mesh = Mesh("a=2 c=2")  # rank (1, 1) holds just the segment that c does not name, before and after
+    dim = Dim((Segment(1, (Digit("c", 2, 1), Digit("a", 2, 1))), Segment(1)))
+    source = Layout(mesh, (dim,))
+    target = Layout(mesh, (Dim((Segment(1, (Digit("a", 2, 1),)), Segment(1))),)).with_partial({"c": "sum"})
+    step = Step("zero", ("c",), (0,), source, target, "sum")
+    assert torch.equal(gather(apply_step(step, scatter(torch.ones(2), source)), target), torch.ones(2))

@@ -215,7 +215,7 @@ def own_ranges(dim: Dim, theirs: Mapping[str, int], mine: Mapping[str, int]) -> 
 
     >>> dim = Dim((Segment(4, (Digit("tp", 2, 2),)), Segment(3)))
     >>> own_ranges(dim, {"tp": 1}, {"tp": 1}), own_ranges(dim, {"tp": 1}, {"tp": 0})
-    (((2, 4), (4, 7)), ((2, 4),))
+    (((2, 7),), ((2, 4),))
     """
     if len(dim.segments) == 1:
         return dim.ranges(theirs)
@@ -224,7 +224,8 @@ def own_ranges(dim: Dim, theirs: Mapping[str, int], mine: Mapping[str, int]) -> 
     kept: list[Range] = []
     for segment in dim.segments:
         if apart <= {digit.axis for digit in segment.digits}:
-            kept.append((start, start + segment.size))
+            begin = kept.pop()[0] if kept and kept[-1][1] == start else start
+            kept.append((begin, start + segment.size))
         start += segment.size
     return intersect(ranges, kept)
 
