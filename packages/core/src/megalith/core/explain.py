@@ -282,6 +282,8 @@ def aligned(heads: Sequence[str], rows: Sequence[Sequence[object]], right: Seque
     texts = [[str(cell) for cell in row] for row in (heads, *rows)]
     widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
     return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
+        "  ".join(
+            c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in texts
     ]
