@@ -8,14 +8,14 @@ import linecache
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, Protocol
 
 import torch
 
 from megalith.core import _compat
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
-from megalith.sharding.graph import Origin, Ref, TensorType, map_refs, op_name, refs
+from megalith.sharding.graph import Ref, TensorType, map_refs, op_name, refs
 
 __all__ = ["Collectives", "Run", "compile_program", "program_source"]
 
@@ -35,7 +35,7 @@ class Collectives(Protocol):
     """What carries a program's collectives out."""
 
     def bind(self, program: Program, number: int) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """For `program.collectives[number]` two functions: one starts it on a buffer, one takes what that gave and waits."""
+        """Two functions for a collective of a program: one starts it on a buffer, one awaits what that gave."""
 
 
 _compiled: dict[tuple[int, int], Run] = {}
@@ -85,6 +85,7 @@ def program_source(program: Program) -> str:
     """The function that `compile_program` runs, as text.
 
     >>> from megalith.core.program import Compute, Program
+    >>> from megalith.sharding.graph import Origin
     >>> from megalith.sharding.mesh import Mesh
     >>> from megalith.sharding.layout import replicated
     >>> mesh, float32 = Mesh("tp=1"), torch.float32
@@ -163,7 +164,8 @@ class _Writer:
 
     def written(self, instruction: Instruction) -> tuple[int, ...]:
         """The slots written that are read later, or that have to be awaited."""
-        return tuple(s for s in writes(instruction) if s in self.program.last_use or not isinstance(instruction, Compute))
+        written = writes(instruction)
+        return tuple(s for s in written if s in self.program.last_use) if isinstance(instruction, Compute) else written
 
     # --- calls ---
 
@@ -260,10 +262,13 @@ def _same_calls(op: Any, instruction: Compute, types: Any) -> Iterator[tuple[str
         wanted = _dispatched(op, args, kwargs)
         if wanted is None:
             return
+        name = op.overloadpacket.__name__
         if op._overloadname == "Scalar" and name in ("add", "sub", "mul", "div"):
             wanted = (op.overloadpacket.Tensor, *wanted[1:])  # all that its kernel does is to call this one
-        tuples = tuple(tuple(a) if isinstance(a, list) and not any(isinstance(i, Tensor) for i in a) else a for a in args)
-        name = op.overloadpacket.__name__
+        tuples = tuple(
+            tuple(a) if isinstance(a, list) and not any(refs(r)) else a
+            for r, a in zip(instruction.args, args, strict=True)
+        )
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and name == "slice" and len(args) == 4:
             _, dim, start, stop = args
@@ -271,16 +276,16 @@ def _same_calls(op: Any, instruction: Compute, types: Any) -> Iterator[tuple[str
             at = (*[slice(None)] * dim, slice(start, stop))
             if _dispatched(first.__getitem__, (at,), {}) == _dispatched(op, (first, dim, start, stop), {}):
                 yield "slice", None
-        if first is not None and name == "_to_copy" and len(args) == 1 and list(kwargs) == ["dtype"]:
-            if _dispatched(first.to, (kwargs["dtype"],), {}) == wanted:
-                yield "cast", None
+        casts = first is not None and name == "_to_copy" and len(args) == 1 and list(kwargs) == ["dtype"]
+        if casts and _dispatched(first.to, (kwargs["dtype"],), {}) == wanted:
+            yield "cast", None
         for home in (torch, torch._C._nn):
             found = getattr(home, name, None)
             if isinstance(found, BuiltinFunctionType) and _dispatched(found, tuples, kwargs) == wanted:
                 yield "function", found
-        if first is not None and hasattr(Tensor, name) and not hasattr(getattr(Tensor, name), "__code__"):
-            if _dispatched(getattr(first, name), tuples[1:], kwargs) == wanted:
-                yield "method", name
+        in_c = first is not None and isinstance(getattr(Tensor, name, None), MethodDescriptorType)
+        if in_c and _dispatched(getattr(first, name), tuples[1:], kwargs) == wanted:
+            yield "method", name
 
 
 def _stand_in(kind: TensorType) -> Tensor:
@@ -320,5 +325,3 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_comparable(v) for v in value)
     return type(value), value
-
-

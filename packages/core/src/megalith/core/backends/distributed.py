@@ -71,7 +71,7 @@ class Distributed:
         n = dist.get_world_size()
         if n != mesh.size:
             raise MeshError(
-                f"Mesh({mesh.pattern!r}) has {mesh.size} ranks and {n} {'process runs' if n == 1 else 'processes run'}; "
+                f"Mesh({mesh.pattern!r}) has {mesh.size} ranks and {n} process{'es run' if n != 1 else ' runs'}; "
                 f"start {mesh.size} by `torchrun --nproc-per-node={mesh.size} script.py`, or give a mesh of {n}"
             )
         self.mesh, self.timeout, self.rank = mesh, timeout, dist.get_rank()
@@ -89,8 +89,8 @@ class Distributed:
         if id(program) not in self._runs:
             if program.mesh != self.mesh or program.rank != self.rank:
                 raise ValueError(
-                    f"this is rank {self.rank} of Mesh({self.mesh.pattern!r}); the program is for rank {program.rank} of "
-                    f"Mesh({program.mesh.pattern!r}): lower(partition, rank={self.rank})"
+                    f"this is rank {self.rank} of Mesh({self.mesh.pattern!r}) and the program is for rank "
+                    f"{program.rank} of Mesh({program.mesh.pattern!r}); use lower(partition, rank={self.rank})"
                 )
             self._board.agree(program)
             self._runs[id(program)] = self._guarded(program, compile_program(program, self))
@@ -149,7 +149,7 @@ class Distributed:
         return make(launch, group, timeout, sent.dtype, shape, finish)
 
     def _group(self, peers: tuple[int, ...]) -> Any:
-        """The process group of these ranks. Ranks make theirs in the order of the program, on which they have agreed."""
+        """The process group of these ranks. All ranks make theirs in the order of the program, agreed on before."""
         if peers not in self._groups:
             try:
                 # Only the members take part: a mesh of 1,024 ranks does not make hundreds of groups on each.
@@ -163,9 +163,7 @@ class Distributed:
         return self._groups[peers]
 
 
-def _check(
-    inputs: Sequence[Tensor], names: Sequence[str], expected: Sequence[tuple[torch.Size, torch.dtype]]
-) -> None:
+def _check(inputs: Sequence[Tensor], names: Sequence[str], expected: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
     if len(inputs) != len(expected):
         raise ValueError(f"the program has {len(expected)} inputs and was given {len(inputs)}")
     for i, (shape, dtype) in enumerate(expected):
@@ -231,7 +229,10 @@ def _movement(
     scale = dtype.itemsize // carried.itemsize
     n = math.prod(shape) * scale
     if launch.kind == "all_gather":
-        gather, options = _method(group, "all_gather_single", "_allgather_base"), _options(c10d.AllgatherOptions, timeout)
+        gather, options = (
+            _method(group, "all_gather_single", "_allgather_base"),
+            _options(c10d.AllgatherOptions, timeout),
+        )
 
         def send(out: Tensor, flat: Tensor) -> Any:
             return gather(out, flat, options)
@@ -463,7 +464,7 @@ def _mismatch(ranks: dict[str, list[int]], lists: dict[str, list[list[str]]]) ->
         found = [f"  rank {_listed(group)}: Mesh({digest.split(';')[0]!r})" for digest, group in ranks.items()]
         return "\n".join(["ranks run on different meshes:", *found])
     longest = max(map(len, lists.values()))
-    at = next(i for i in range(longest) if len({sequence[i][0] if i < len(sequence) else "" for sequence in lists.values()}) > 1)
+    at = next(i for i in range(longest) if len({s[i][0] if i < len(s) else "" for s in lists.values()}) > 1)
     lines = [f"ranks have different programs; collective {at} is the first that differs:"]
     for digest, group in ranks.items():
         sequence = lists[digest]
