@@ -1,3 +1,10 @@
-"""Trace, lower and run: from a single-device program to one program per rank."""
+"""Trace, lower, run, train: a single-device program on a mesh of devices."""
+
+from megalith.core.markers import constrain
+from megalith.core.optim import SGD, AdamW
+from megalith.core.shard import Sharded, shard
+from megalith.core.transforms import grad, grad_and_value
 
 __version__ = "0.1.0"
+
+__all__ = ["SGD", "AdamW", "Sharded", "constrain", "grad", "grad_and_value", "shard"]

@@ -276,15 +276,15 @@ def _same_calls(op: Any, instruction: Compute, types: Any) -> Iterator[tuple[str
             at = (*[slice(None)] * dim, slice(start, stop))
             if _dispatched(first.__getitem__, (at,), {}) == _dispatched(op, (first, dim, start, stop), {}):
                 yield "slice", None
-        casts = first is not None and name == "_to_copy" and len(args) == 1 and list(kwargs) == ["dtype"]
-        if casts and _dispatched(first.to, (kwargs["dtype"],), {}) == wanted:
+        casts = name == "_to_copy" and len(args) == 1 and list(kwargs) == ["dtype"]
+        if first is not None and casts and _dispatched(first.to, (kwargs["dtype"],), {}) == wanted:
             yield "cast", None
         for home in (torch, torch._C._nn):
             found = getattr(home, name, None)
             if isinstance(found, BuiltinFunctionType) and _dispatched(found, tuples, kwargs) == wanted:
                 yield "function", found
-        in_c = first is not None and isinstance(getattr(Tensor, name, None), MethodDescriptorType)
-        if in_c and _dispatched(getattr(first, name), tuples[1:], kwargs) == wanted:
+        in_c = isinstance(getattr(Tensor, name, None), MethodDescriptorType)
+        if first is not None and in_c and _dispatched(getattr(first, name), tuples[1:], kwargs) == wanted:
             yield "method", name
 
 

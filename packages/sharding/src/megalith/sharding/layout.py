@@ -73,7 +73,7 @@ class Dim:
         if len(segments) < 2:
             return Dim(segments or (Segment(0),))
         pieces: list[Segment] = []
-        for piece in (piece for segment in segments for piece in _pieces(segment)):
+        for piece in (piece for segment in segments for piece in pieces_of(segment)):
             if pieces and not piece.digits and not pieces[-1].digits:
                 piece = Segment(pieces.pop().size + piece.size)
             pieces.append(piece)
@@ -118,7 +118,7 @@ class Dim:
         return sum(stop - start for start, stop in self.ranges(coordinates))
 
 
-def _pieces(segment: Segment) -> Iterator[Segment]:
+def pieces_of(segment: Segment) -> Iterator[Segment]:
     """A segment with a local digit first as that many segments."""
     digits = segment.digits
     if not digits or digits[0].axis is not None or any(digit.back_and_forth for digit in digits):

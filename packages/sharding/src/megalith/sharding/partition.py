@@ -5,7 +5,7 @@ moves (a value from one layout to another). After this, every operand of every r
 
 Each op's rule names its factors. For each factor the operands that hold it propose the digits they have:
 
-1. A contracted factor (in no output) takes what all its operands have in common, major digits first. A parameter that
+1. A contracted factor (in no output; an output that lacks a sharded factor is partial) takes what all its operands have in common, major digits first. A parameter that
    holds it finer keeps that, if nothing else of the op uses the axis: the other operands are sliced, which is free.
 2. Another factor takes the finest proposal that the others are prefixes of; of proposals that disagree the one of a
    parameter, else that of the operand with the most bytes.
@@ -419,19 +419,18 @@ class _State:
         rule = rule_of(node, types, out_types)
         versions = tuple(self.current(r.id, node.origin) for r in operands)
         carried = _carried(rule, versions)
-        dims = self._assign(node, rule, operands, versions, carried)
+        held = tuple(v.layout.dims[rule.at] for v in versions) if rule.recut is not None else ()
+        recut = rule.recut(held) if rule.recut is not None and any(dim.axes for dim in held) else None
+        dims = self._assign(node, rule, operands, versions, {*carried, *(recut.axes if recut is not None else ())})
         fetched = []
         for i, (ref, factors, version) in enumerate(zip(operands, rule.operands, versions, strict=True)):
             target = Layout(self.mesh, _dims_for(factors, dims, types[i].shape))
+            if recut is not None:
+                target = _with_dim(target, rule.at, held[i])
             if i in rule.linear and carried:
                 target = target.with_partial(carried)
             fetched.append(self.fetch(ref.id, target, node.origin, _cause(node, rule, version.layout, target)))
-        partial = dict(carried)
-        produced = {f for out in rule.outputs for f in out}
-        contracted = dict.fromkeys(f for fs in rule.operands for f in fs if f is not None and f not in produced)
-        for factor in contracted:
-            for axis in dims[factor].axes:
-                partial[axis] = rule.reduce
+        read = dict.fromkeys(f for fs in rule.operands for f in fs if f is not None)
         indexed = tuple(axis for factor in rule.indexed for axis in dims[factor].axes)
         layouts: list[Layout | None] = []
         found = iter(zip(rule.outputs, out_types, strict=True))
@@ -440,7 +439,9 @@ class _State:
                 layouts.append(None)
                 continue
             factors, kind = next(found)
-            layouts.append(Layout(self.mesh, _dims_for(factors, dims, kind.shape)).with_partial(partial))
+            summed = {axis: rule.reduce for f in read if f not in factors for axis in dims[f].axes}
+            layout = Layout(self.mesh, _dims_for(factors, dims, kind.shape)).with_partial({**carried, **summed})
+            layouts.append(layout if recut is None else _with_dim(layout, rule.at, recut))
         self._emit(node, tuple(fetched), layouts, indexed)
         if node.name in _VIEWS and operands[0].id in self.parameter_of:
             self.parameter_of[node.outputs[0]] = self.parameter_of[operands[0].id]
@@ -468,9 +469,9 @@ class _State:
         rule: Rule,
         operands: tuple[Ref, ...],
         versions: tuple[Version, ...],
-        carried: Mapping[str, str],
+        taken: set[str],
     ) -> dict[str, Dim]:
-        """For each factor the dim that all operands and outputs will have."""
+        """For each factor the dim that all operands and outputs will have, without the axes that are taken."""
         holders: dict[str, list[tuple[Dim, bool, int]]] = {}
         for ref, factors, version in zip(operands, rule.operands, versions, strict=True):
             nbytes = self.types[ref.id].nbytes
@@ -496,7 +497,6 @@ class _State:
                 dim = self.wanted[value].dims[d]
                 if factor not in rule.indexed or _contiguous(dim):
                     claims.append(_Claim(factor, dim, True, self.types[value].nbytes))
-        taken = set(carried)
         _grant(claims, taken)
         granted = {claim.factor: claim.result() for claim in claims}
         for factor, held in holders.items():
@@ -581,6 +581,10 @@ def _extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim
 
 def _dims_for(factors: Sequence[str | None], dims: Mapping[str, Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:
     return tuple(Dim.of(n) if f is None else dims[f] for f, n in zip(factors, shape, strict=True))
+
+
+def _with_dim(layout: Layout, at: int, dim: Dim) -> Layout:
+    return layout.with_dims((*layout.dims[:at], dim, *layout.dims[at + 1 :]))
 
 
 def _cause(node: Node, rule: Rule, before: Layout, after: Layout) -> str:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from megalith.sharding.graph import Node, TensorType
+from megalith.sharding.layout import Dim
 
 __all__ = ["MissingRule", "Rule", "RuleMaker", "parse_rule", "register_rule", "rule_of"]
 
@@ -28,9 +29,12 @@ class Rule:
         operands: per tensor operand, per dim, its factor; None for a dim that is whole or broadcast.
         outputs: likewise.
         blocked: factors that must not be sharded.
-        reduce: what a contracted factor that is sharded leaves: "sum", "max" or "min".
+        reduce: what a sharded factor leaves in an output that lacks it: "sum", "max" or "min".
         linear: operands through which partial sums pass. If more than one, all of them have to be partial alike.
         indexed: factors into which another operand holds indices; they are sharded only in contiguous blocks.
+        at: the dim, named by no factor, that `recut` is about.
+        recut: of an op that cuts or joins a dim: this dim of the output from this dim of the operands, where each rank
+            can make its shard alone; else None, and the dim is whole.
     """
 
     operands: tuple[Factors, ...]
@@ -39,6 +43,8 @@ class Rule:
     reduce: str = "sum"
     linear: tuple[int, ...] = ()
     indexed: frozenset[str] = frozenset()
+    at: int = 0
+    recut: Callable[[tuple[Dim, ...]], Dim | None] | None = None
 
 
 RuleMaker = Callable[[Node, tuple[TensorType, ...], tuple[TensorType, ...]], "Rule | str"]

@@ -1,4 +1,4 @@
-"""What does a reshape do to a layout? It regroups digits: flattening scales strides, splitting divides them."""
+"""What do a reshape, a cut and a join do to a layout? They regroup digits and segments; nothing moves."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from functools import lru_cache
 
-from megalith.sharding.layout import Digit, Dim, Layout, drop_axes
+from megalith.sharding.layout import Digit, Dim, Layout, Segment, drop_axes, pieces_of
 
-__all__ = ["regroup"]
+__all__ = ["cut", "join", "pad", "regroup"]
 
 
 @lru_cache(maxsize=65536)
@@ -125,3 +125,48 @@ def _next_axis(digits: list[Digit], position: int) -> str:
     return next((d.axis for d in digits[position:] if d.axis is not None), None) or next(
         d.axis for d in reversed(digits[:position]) if d.axis is not None
     )
+
+
+# --- cuts and joins along one dim ----------------------------------------------------------------------
+
+
+def join(dims: tuple[Dim, ...]) -> Dim | None:
+    """The dim of pieces one behind the other, if the same axes hold them all: each rank joins its shards.
+
+    >>> from megalith.sharding import Mesh
+    >>> (dim,) = Layout.parse("(tp o)", (4,), Mesh("tp=2")).dims
+    >>> str(Layout(Mesh("tp=2"), (join((dim, dim, dim)),)))
+    '(3 tp d0)'
+    """
+    if len({frozenset(dim.axes) for dim in dims if dim.size}) > 1:
+        return None
+    return Dim.join(dims)
+
+
+def cut(start: int, stop: int, dims: tuple[Dim, ...]) -> Dim | None:
+    """The dim of the indices `start` to `stop`, if each rank can cut its shard: they are whole segments.
+
+    >>> from megalith.sharding import Mesh
+    >>> (dim,) = Layout.parse("(3 tp o)", (12,), Mesh("tp=2")).dims
+    >>> cut(4, 8, (dim,)).size, cut(2, 6, (dim,))
+    (4, None)
+    """
+    (dim,) = dims
+    kept: list[Segment] = []
+    offset = 0
+    for piece in (piece for segment in dim.segments for piece in pieces_of(segment)):
+        first, last = max(start, offset), min(stop, offset + piece.size)
+        if first < last:
+            if last - first < piece.size and piece.digits:
+                return None
+            kept.append(Segment(last - first, piece.digits))
+        offset += piece.size
+    return Dim.join(Dim((segment,)) for segment in kept)
+
+
+def pad(before: int, after: int, dims: tuple[Dim, ...]) -> Dim | None:
+    """The dim with zeros before and after it, if these lie like it: as many whole copies of it."""
+    (dim,) = dims
+    if not dim.size or before % dim.size or after % dim.size:
+        return None
+    return Dim.join((dim,) * ((before + after) // dim.size + 1))

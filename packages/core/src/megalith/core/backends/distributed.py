@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -92,8 +94,9 @@ class Distributed:
                     f"this is rank {self.rank} of Mesh({self.mesh.pattern!r}) and the program is for rank "
                     f"{program.rank} of Mesh({program.mesh.pattern!r}); use lower(partition, rank={self.rank})"
                 )
-            self._board.agree(program)
-            self._runs[id(program)] = self._guarded(program, compile_program(program, self))
+            with self._board.reporting():
+                self._board.agree(program)
+                self._runs[id(program)] = self._guarded(program, compile_program(program, self))
             weakref.finalize(program, self._runs.pop, id(program), None)
         return self._runs[id(program)]
 
@@ -118,12 +121,9 @@ class Distributed:
         names, board = program.input_names, self._board
 
         def guarded(inputs: Sequence[Tensor], consume: bool = False) -> list[Any]:
-            try:
+            with board.reporting():
                 _check(inputs, names, expected)
                 return run(inputs, consume)
-            except BaseException as error:
-                board.report(error)
-                raise
 
         return guarded
 
@@ -157,9 +157,8 @@ class Distributed:
                     list(peers), timeout=timedelta(seconds=self.timeout), use_local_synchronization=True
                 )
             except RuntimeError as error:
-                failure = PeerLost(f"no group of ranks {_listed(peers)} could be made: {error}{self._board.failures()}")
-                self._board.report(failure)
-                raise failure from error
+                failures = self._board.failures()
+                raise PeerLost(f"no group of ranks {_listed(peers)} could be made: {error}{failures}") from error
         return self._groups[peers]
 
 
@@ -347,17 +346,24 @@ class _Board:
         self.n_agreed = 0
         self.reported = False
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks of a failure here: once, and come what may."""
-        if self.reported:
-            return
-        self.reported = True
-        lines = str(error).strip().splitlines()
-        note = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Lets the other ranks know of an exception within; to go on after it withdraws the report."""
+        try:
+            if self.reported:
+                self.report("", -1)
+            yield
+        except BaseException as error:
+            lines = str(error).strip().splitlines()
+            self.report(f"{type(error).__name__}: {lines[0] if lines else ''}", 1)
+            raise
+
+    def report(self, note: str, change: int) -> None:
         try:
             self.store.set(f"failed/{self.rank}", note)
-            self.store.add("failures", 1)
-        except Exception:  # the store may be what has failed
+            self.store.add("failures", change)
+            self.reported = change > 0
+        except RuntimeError:  # the store may be what has failed
             pass
 
     def failures(self) -> str:
@@ -366,8 +372,9 @@ class _Board:
             if not self.store.add("failures", 0):
                 return ""
             others = [r for r in range(self.n) if r != self.rank and self.store.check([f"failed/{r}"])]
-            return "".join(f"\n  rank {r} failed: {self.store.get(f'failed/{r}').decode()}" for r in others)
-        except Exception:
+            notes = {r: self.store.get(f"failed/{r}").decode() for r in others}
+            return "".join(f"\n  rank {r} failed: {note}" for r, note in notes.items() if note)
+        except RuntimeError:
             return "\n  the store of the process group does not answer: has the process that holds it ended?"
 
     def wait(self, work: Any, what: _What) -> None:
@@ -409,20 +416,16 @@ class _Board:
         key, self.n_agreed = f"program{self.n_agreed}", self.n_agreed + 1
         digest = f"{program.mesh.pattern}; {program.digest}"
         store = self.store
-        try:
-            store.set(f"{key}/{self.rank}", digest)
-            if store.compare_set(f"{key}/first", "", digest).decode() != digest:
-                store.add(f"{key}/differ", 1)
-            if store.add(f"{key}/arrived", 1) == self.n:
-                store.set(f"{key}/go", "go")
-            self.wait_for(f"{key}/go", key, program)
-            if store.add(f"{key}/differ", 0):
-                self.explain_mismatch(key, program)
-        except CollectiveError as error:
-            self.report(error)
-            raise
+        store.set(f"{key}/{self.rank}", digest)
+        if store.compare_set(f"{key}/first", "", digest).decode() != digest:
+            store.add(f"{key}/differ", 1)
+        if store.add(f"{key}/arrived", 1) == self.n:
+            store.set(f"{key}/go", "go")
+        self.wait_for(f"{key}/go", key)
+        if store.add(f"{key}/differ", 0):
+            self.explain_mismatch(key, program)
 
-    def wait_for(self, wanted: str, key: str, program: Program) -> None:
+    def wait_for(self, wanted: str, key: str) -> None:
         deadline = time.monotonic() + self.timeout
         while True:
             left = deadline - time.monotonic()
@@ -447,14 +450,14 @@ class _Board:
     def explain_mismatch(self, key: str, program: Program) -> None:
         """Raises `DigestMismatch`, which names the first collective that differs and who has what."""
         mine = [[signature(c, program.types[c.buffer].dtype), _where(c)] for c in program.collectives]
-        self.store.set(f"{key}/list/{self.rank}", zlib.compress(json.dumps(mine).encode()))
+        self.store.set(f"{key}/list/{self.rank}", base64.b85encode(zlib.compress(json.dumps(mine).encode())).decode())
         ranks: dict[str, list[int]] = {}
         for r in range(self.n):
             ranks.setdefault(self.store.get(f"{key}/{r}").decode(), []).append(r)
         lists = {}
         for digest, group in ranks.items():
-            self.wait_for(f"{key}/list/{group[0]}", key, program)
-            lists[digest] = json.loads(zlib.decompress(self.store.get(f"{key}/list/{group[0]}")))
+            self.wait_for(f"{key}/list/{group[0]}", key)
+            lists[digest] = json.loads(zlib.decompress(base64.b85decode(self.store.get(f"{key}/list/{group[0]}"))))
         raise DigestMismatch(_mismatch(ranks, lists))
 
 

@@ -148,20 +148,22 @@ def scatter(tensor: Tensor, layout: Layout) -> list[Tensor]:
         tensor: the whole tensor, of `layout.shape`.
         layout: where its elements are to live.
     """
-    shards = []
-    for rank in range(layout.mesh.size):
-        here = layout.mesh.coordinates(rank)
-        empty = [op for axis, op in layout.partial if here[axis]]
-        if empty:
-            shards.append(tensor.new_full(layout.local_shape(rank), neutral(empty[0], tensor.dtype)))
-            continue
-        shard = tensor
-        for d in range(tensor.dim()):
-            index = local_indices(layout, rank, d)
-            if index.numel() < tensor.shape[d]:
-                shard = shard.index_select(d, index.to(tensor.device))
-        shards.append(shard.clone())
-    return shards
+    return [shard_of(tensor, layout, rank) for rank in range(layout.mesh.size)]
+
+
+def shard_of(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
+    """One rank's shard of a tensor, as `scatter` gives it; a copy."""
+    here = layout.mesh.coordinates(rank)
+    empty = [op for axis, op in layout.partial if here[axis]]
+    if empty:
+        return tensor.new_full(layout.local_shape(rank), neutral(empty[0], tensor.dtype))
+    shard = tensor
+    for d, ranges in enumerate(layout.ranges(rank)):
+        if len(ranges) == 1:
+            shard = shard.narrow(d, ranges[0][0], ranges[0][1] - ranges[0][0])
+        else:
+            shard = shard.index_select(d, local_indices(layout, rank, d).to(tensor.device))
+    return shard.clone(memory_format=torch.contiguous_format)
 
 
 def gather(shards: Sequence[Tensor], layout: Layout, check: bool = False) -> Tensor:
