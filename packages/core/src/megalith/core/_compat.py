@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -33,6 +34,7 @@ __all__ = [
     "functorch_levels",
     "has_composite_implicit",
     "is_mutating",
+    "known_decomposition",
     "key_path",
     "module_calls",
     "pytree",
@@ -87,6 +89,11 @@ def has_composite_implicit(op: Any) -> bool:
     keys = torch._C.DispatchKey
     composite = op.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
     return composite and not op.has_kernel_for_dispatch_key(keys.CPU)
+
+
+def known_decomposition(op: Any) -> Callable[..., Any] | None:
+    """How torch writes a functional op as simpler ones, or None."""
+    return None if op._schema.is_mutable else decomposition_table.get(op)
 
 
 def is_mutating(op: Any) -> bool:

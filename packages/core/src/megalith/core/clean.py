@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megalith.core.fold import fold_lookups
 from megalith.sharding import markers
 from megalith.sharding.graph import Call, Graph, Node, Ref, map_refs, refs
 
@@ -23,7 +24,7 @@ _VIEWS = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.
 
 def clean(graph: Graph) -> Graph:
     """The same function with fewer nodes."""
-    return _flatten_sums(_drop_dead(_simplify(graph)))
+    return _flatten_sums(_drop_dead(_simplify(fold_lookups(graph))))
 
 
 def _simplify(graph: Graph) -> Graph:

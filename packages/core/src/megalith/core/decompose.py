@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from megalith.core import ops as ops  # registers the ops that decompositions write
+
 __all__ = ["DECOMPOSITIONS", "FACTORIES", "IDENTITIES"]
 
 aten = torch.ops.aten
@@ -307,6 +309,88 @@ def _where_scalar_self(condition: Tensor, x: Any, y: Tensor) -> Tensor:
 def _scalar_like(value: Any, like: Tensor) -> Tensor:
     dtype = torch.result_type(like, value)
     return aten.full([], value, dtype=dtype, device=like.device)
+
+
+@_decomposes(aten.repeat.default)
+def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    shape = [*[1] * (len(repeats) - x.ndim), *x.shape]
+    pairs = list(zip(repeats, shape, strict=True))
+    apart = aten.view(x, [n for _, size in pairs for n in (1, size)])
+    spread = aten.expand(apart, [n for pair in pairs for n in pair])
+    return aten.reshape(spread, [r * size for r, size in pairs])
+
+
+@_decomposes(aten.any.default, aten.any.dim, aten.any.dims)
+def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    found = aten.amax((x != 0).to(torch.int32), [] if dim is None else [dim] if isinstance(dim, int) else dim, keepdim)
+    return found != 0
+
+
+@_decomposes(aten.all.default, aten.all.dim, aten.all.dims)
+def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    found = aten.amin((x != 0).to(torch.int32), [] if dim is None else [dim] if isinstance(dim, int) else dim, keepdim)
+    return found != 0
+
+
+@_decomposes(aten.max.default)
+def _max(x: Tensor) -> Tensor:
+    return aten.amax(x)
+
+
+@_decomposes(aten.min.default)
+def _min(x: Tensor) -> Tensor:
+    return aten.amin(x)
+
+
+# --- look-ups ---------------------------------------------------------------------------------
+
+
+@_decomposes(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Adding up is a sum, which a partial value passes through."""
+    if not accumulate or any(i is not None and i.dtype == torch.bool for i in indices):
+        return NotImplemented
+    dims = [d for d, index in enumerate(indices) if index is not None]
+    n_kept = x.ndim - len(dims)
+    shapes = [index.shape for index in indices if index is not None]
+    broadcast = torch.broadcast_shapes(*shapes)
+    if values.ndim < n_kept + len(broadcast) or 1 in values.shape:
+        at = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+        kept = [n for d, n in enumerate(x.shape) if d not in dims]
+        values = values.expand([*kept[:at], *broadcast, *kept[at:]])
+    return x + torch.ops.megalith.index_sum(values, list(indices), list(x.shape))
+
+
+@_decomposes(aten.index_add.default)
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    indices = [None] * (dim % max(x.ndim, 1)) + [index]
+    source = source if alpha == 1 else source * alpha
+    return x + torch.ops.megalith.index_sum(source, indices, list(x.shape))
+
+
+# --- convolution ------------------------------------------------------------------------------
+
+
+@_decomposes(aten.convolution.default)
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+    """The bias is added apart: once, whatever is contracted over several ranks."""
+    if bias is None:
+        return NotImplemented
+    return aten.convolution(x, weight, None, *rest) + bias.view([-1] + [1] * (weight.ndim - 2))
+
+
+@_decomposes(aten.convolution_backward.default)
+def _convolution_backward(
+    g: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any
+) -> Any:
+    *settings, mask = rest
+    if not mask[2]:
+        return NotImplemented
+    bias = aten.sum(g, [0, *range(2, g.ndim)])
+    if not mask[0] and not mask[1]:
+        return None, None, bias
+    gx, gw, _ = aten.convolution_backward(g, x, weight, None, *settings, [mask[0], mask[1], False])
+    return gx, gw, bias
 
 
 # --- softmax and losses over a vocabulary that may be sharded ----------------------------------

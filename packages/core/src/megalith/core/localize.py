@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from megalith.sharding import markers
+from megalith.sharding.aten.index import index_dims
+from megalith.sharding.aten.shape import bounds
 from megalith.sharding.graph import Ref, TensorType
 from megalith.sharding.partition import Run
 
@@ -54,9 +56,37 @@ def _localizes(*names: str) -> Callable[[Callable[[Emit], Changed]], Callable[[E
 # --- ops that take a shape ------------------------------------------------------------------------
 
 
-@_localizes("aten.reshape.default", "aten.expand.default", "aten.slice_backward.default")
+@_localizes("aten.reshape.default", "aten.expand.default")
 def _shape_second(e: Emit) -> Changed:
     return (e.args[0], list(e.shape(e.outputs[0])), *e.args[2:]), e.kwargs
+
+
+def _before(e: Emit, layout: Any, dim: int, index: int) -> int:
+    """How many of the indices of a dim that lie before this one a rank holds."""
+    return sum(min(stop, index) - start for start, stop in layout.ranges(e.rank)[dim] if start < index)
+
+
+def _local_bounds(e: Emit, layout: Any, dim: int, first: int) -> tuple[int, int]:
+    start, stop, _ = bounds(e.run.node, layout.shape[dim], first)
+    return _before(e, layout, dim, start), _before(e, layout, dim, max(start, stop))
+
+
+@_localizes("aten.slice.Tensor")
+def _slice(e: Emit) -> Changed:
+    layout = e.run.operands[0].layout
+    dim = (e.args[1] if len(e.args) > 1 else 0) % len(layout.dims)
+    if not layout.dims[dim].axes:
+        return e.args, e.kwargs
+    return (e.args[0], dim, *_local_bounds(e, layout, dim, 2)), e.kwargs
+
+
+@_localizes("aten.slice_backward.default")
+def _slice_backward(e: Emit) -> Changed:
+    layout = e.run.outputs[0].layout  # type: ignore[union-attr]
+    shape, dim = list(e.shape(e.outputs[0])), e.args[2] % len(layout.dims)
+    if not layout.dims[dim].axes:
+        return (e.args[0], shape, *e.args[2:]), e.kwargs
+    return (e.args[0], shape, dim, *_local_bounds(e, layout, dim, 3), 1), e.kwargs
 
 
 @_localizes("aten.full.default")
@@ -106,6 +136,12 @@ def _own(e: Emit, index: Ref, start: int, n: int) -> tuple[Ref, Ref]:
     return e.emit(aten.masked_fill.Scalar, local, outside, 0), outside
 
 
+def _zeros(e: Emit) -> Changed:
+    out = e.types[e.outputs[0]]
+    e.emit(aten.full.default, list(out.shape), 0, out=e.outputs[0], dtype=out.dtype)
+    return None
+
+
 @_localizes("aten.embedding.default")
 def _embedding(e: Emit) -> Changed:
     weight, ids = e.args[0], e.args[1]
@@ -113,9 +149,7 @@ def _embedding(e: Emit) -> Changed:
         return e.args, e.kwargs
     start, n = _block(e, 0, 0)
     if n == 0:
-        out = e.types[e.outputs[0]]
-        e.emit(aten.full.default, list(out.shape), 0, out=e.outputs[0], dtype=out.dtype)
-        return None
+        return _zeros(e)
     local, outside = _own(e, ids, start, n)
     rows = e.emit(aten.embedding.default, weight, local)
     mask = e.emit(aten.reshape.default, outside, [*e.shape(outside), 1])
@@ -127,9 +161,9 @@ def _embedding(e: Emit) -> Changed:
 def _embedding_backward(e: Emit) -> Changed:
     g, ids, _, padding, scale = e.args
     n = e.shape(e.outputs[0])[0]
-    if not e.run.indexed_axes:
-        return e.args, e.kwargs
     layout = e.run.outputs[0].layout  # type: ignore[union-attr]
+    if not layout.dims[0].axes:
+        return e.args, e.kwargs
     ranges = layout.ranges(e.rank)[0]
     start = ranges[0][0] if ranges else 0
     local, outside = _own(e, ids, start, n)
@@ -147,13 +181,85 @@ def _gather(e: Emit) -> Changed:
         return e.args, e.kwargs
     start, n = _block(e, 0, dim % len(e.shape(x)))
     if n == 0:
-        out = e.types[e.outputs[0]]
-        e.emit(aten.full.default, list(out.shape), 0, out=e.outputs[0], dtype=out.dtype)
-        return None
+        return _zeros(e)
     local, outside = _own(e, index, start, n)
     picked = e.emit(aten.gather.default, x, dim, local)
     e.emit(aten.masked_fill.Scalar, picked, outside, 0, out=e.outputs[0])
     return None
+
+
+@_localizes("aten.index_select.default")
+def _index_select(e: Emit) -> Changed:
+    x, dim, index = e.args
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    dim %= len(e.shape(x))
+    start, n = _block(e, 0, dim)
+    if n == 0:
+        return _zeros(e)
+    local, outside = _own(e, index, start, n)
+    rows = e.emit(aten.index_select.default, x, dim, local)
+    shape = [-1 if d == dim else 1 for d in range(len(e.shape(x)))] if e.shape(index) else [1] * len(e.shape(x))
+    mask = e.emit(aten.reshape.default, outside, shape)
+    e.emit(aten.masked_fill.Scalar, rows, mask, 0, out=e.outputs[0])
+    return None
+
+
+def _own_of_each(e: Emit, indices: Any, layout: Any) -> tuple[list[Ref | None], Ref | None]:
+    """For indices into several dims: into this rank's blocks, and where any of them falls outside."""
+    local: list[Ref | None] = []
+    outside = None
+    for d, index in enumerate(indices):
+        if index is None or not layout.dims[d].axes:
+            local.append(index)
+            continue
+        ranges = layout.ranges(e.rank)[d]
+        start, n = (ranges[0][0], ranges[0][1] - ranges[0][0]) if ranges else (0, 0)
+        total = e.emit(aten.where.self, *_wrapped(e, index, layout.shape[d]))
+        mine, apart = _own(e, total, start, n)
+        local.append(mine)
+        outside = apart if outside is None else e.emit(aten.logical_or.default, outside, apart)
+    return local, outside
+
+
+def _wrapped(e: Emit, index: Ref, size: int) -> tuple[Ref, Ref, Ref]:
+    """Condition and choices by which a negative index counts from the end."""
+    return e.emit(aten.lt.Scalar, index, 0), e.emit(aten.add.Tensor, index, size), index
+
+
+def _mask_shape(e: Emit, indices: Any, outside: Ref, result_rank: int) -> list[int]:
+    """The shape in which a mask over the indices is broadcast over a result."""
+    shapes = [e.shape(i) for i in indices if i is not None]
+    _, at, n = index_dims(indices, shapes, 0)
+    mine = [1] * (n - len(e.shape(outside))) + list(e.shape(outside))
+    return [1] * at + mine + [1] * (result_rank - at - n)
+
+
+@_localizes("aten.index.Tensor")
+def _index(e: Emit) -> Changed:
+    x, indices = e.args
+    if not e.run.indexed_axes:
+        return e.args, e.kwargs
+    layout = e.run.operands[0].layout
+    local, outside = _own_of_each(e, indices, layout)
+    if 0 in e.shape(x):
+        return _zeros(e)
+    assert outside is not None
+    rows = e.emit(aten.index.Tensor, x, local)
+    mask = e.emit(aten.reshape.default, outside, _mask_shape(e, indices, outside, len(e.shape(rows))))
+    e.emit(aten.masked_fill.Scalar, rows, mask, 0, out=e.outputs[0])
+    return None
+
+
+@_localizes("megalith.index_sum.default")
+def _index_sum(e: Emit) -> Changed:
+    values, indices, _ = e.args
+    layout = e.run.outputs[0].layout  # type: ignore[union-attr]
+    local, outside = _own_of_each(e, indices, layout)
+    if outside is not None:
+        mask = e.emit(aten.reshape.default, outside, _mask_shape(e, indices, outside, len(e.shape(values))))
+        values = e.emit(aten.masked_fill.Scalar, values, mask, 0)
+    return (values, local, list(e.shape(e.outputs[0]))), e.kwargs
 
 
 @_localizes("aten.scatter_add.default")

@@ -1,4 +1,4 @@
-"""Which ops does core add to torch's? The fused optimizer step; each functional and in place."""
+"""Which ops does core add to torch's? The fused optimizer step, and the transpose of a look-up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from megalith.core import _compat
 
-__all__ = ["adamw", "adamw_"]
+__all__ = ["adamw", "adamw_", "index_sum"]
 
 Tensor = torch.Tensor
 
@@ -21,6 +21,13 @@ _library.define(
 _library.define(
     f"adamw_(Tensor(a!) p, {_SCHEMA.format(m='Tensor(b!)', v='Tensor(c!)')}) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
 )
+
+_library.define("index_sum(Tensor values, Tensor?[] indices, int[] shape) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+
+
+def _index_sum(values: Tensor, indices: Any, shape: Any) -> Tensor:
+    """Zeros of a shape, and each value added where its index says: the transpose of `x[indices]`."""
+    return values.new_zeros(shape).index_put_(indices, values, accumulate=True)
 
 
 def _adamw_inplace(
@@ -42,8 +49,11 @@ def _adamw_meta(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Te
 for _key in ("CPU", "CUDA"):
     _library.impl("adamw", _adamw, _key)
     _library.impl("adamw_", _adamw_inplace, _key)
+    _library.impl("index_sum", _index_sum, _key)
+_library.impl("index_sum", lambda values, indices, shape: values.new_empty(shape), "Meta")
 _library.impl("adamw", _adamw_meta, "Meta")
 _library.impl("adamw_", lambda p, g, m, v, *_: (p, m, v), "Meta")
 
 adamw = torch.ops.megalith.adamw.default
 adamw_ = torch.ops.megalith.adamw_.default
+index_sum = torch.ops.megalith.index_sum.default

@@ -15,6 +15,7 @@ from megalith.core import _compat
 from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
 from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
 from megalith.sharding.mesh import Mesh
+from megalith.sharding.rule import has_rule
 from megalith.sharding.specs import resolve
 from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType
 
@@ -230,6 +231,11 @@ class Tracer(TorchDispatchMode):
         elif func not in FACTORIES and _compat.has_composite_implicit(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        elif func not in FACTORIES and not has_rule(str(func)):
+            decomposition = _compat.known_decomposition(func)
+            if decomposition is not None:
+                with self:
+                    return decomposition(*args, **kwargs)
         if _compat.is_mutating(func):
             if self._is_fresh_constant(args[0]):
                 with _compat.without_modes():

@@ -16,7 +16,7 @@ from typing import Any
 from megalith.sharding.graph import Node, TensorType
 from megalith.sharding.layout import Dim
 
-__all__ = ["MissingRule", "Rule", "RuleMaker", "parse_rule", "register_rule", "rule_of"]
+__all__ = ["MissingRule", "Rule", "RuleMaker", "has_rule", "known_rules", "parse_rule", "register_rule", "rule_of"]
 
 Factors = tuple[str | None, ...]
 
@@ -121,6 +121,11 @@ def parse_rule(text: str) -> Rule:
         return tuple(found)
 
     return Rule(side(left), side(right), reduce=reduce, blocked=frozenset(blocked))
+
+
+def has_rule(op: str) -> bool:
+    """Whether a table knows an op, by name."""
+    return op in _rules
 
 
 def known_rules() -> Mapping[str, Any]:

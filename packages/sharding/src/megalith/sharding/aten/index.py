@@ -8,50 +8,145 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalith.sharding.graph import Node, TensorType
+import torch
+
+from megalith.sharding.graph import Node, Ref, TensorType
 from megalith.sharding.rule import Rule, register_rule
 
 __all__: list[str] = []
+
+Types = tuple[TensorType, ...]
 
 
 def _names(prefix: str, rank: int) -> tuple[str, ...]:
     return tuple(f"{prefix}{d}" for d in range(rank))
 
 
-def _embedding(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+def _embedding(node: Node, operands: Types, outputs: Types) -> Rule:
     ids = _names("i", len(operands[1].shape))
     return Rule((("v", "e"), ids), ((*ids, "e"),), indexed=frozenset("v"))
 
 
-def _embedding_backward(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+def _embedding_backward(node: Node, operands: Types, outputs: Types) -> Rule:
     ids = _names("i", len(operands[1].shape))
-    return Rule(((*ids, "e"), ids), (("v", "e"),), indexed=frozenset("v"))
+    # Scaled by how often an id occurs: all ids have to be counted.
+    blocked = frozenset(ids) if node.args[4] else frozenset()
+    return Rule(((*ids, "e"), ids), (("v", "e"),), indexed=frozenset("v"), blocked=blocked)
 
 
-def _gather(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
-    dim = node.args[1] % max(len(operands[0].shape), 1)
-    x, index = (
-        tuple("v" if d == dim else f"d{d}" for d in range(len(operands[0].shape))),
-        tuple("k" if d == dim else f"d{d}" for d in range(len(operands[1].shape))),
-    )
+def _gather(node: Node, operands: Types, outputs: Types) -> Rule:
+    x, index = _along(operands[0], operands[1], node.args[1])
     rule = Rule((x, index), (index,), indexed=frozenset("v"))
-    return replace(rule, blocked=_unequal(operands[0], operands[1], dim))
+    return replace(rule, blocked=_unequal(operands[0], operands[1], node.args[1]) | _boolean(operands[0], "v"))
 
 
-def _scatter(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
-    dim = node.args[1] % max(len(operands[0].shape), 1)
-    x = tuple("v" if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
-    index = tuple("k" if d == dim else f"d{d}" for d in range(len(operands[1].shape)))
-    blocked = _unequal(operands[0], operands[1], dim) | {"k"}
+def _scatter(node: Node, operands: Types, outputs: Types) -> Rule:
+    """Adds into a dim of which each rank holds a block."""
+    x, index = _along(operands[0], operands[1], node.args[1])
+    blocked = _unequal(operands[0], operands[1], node.args[1]) | {"k"}
+    if len(operands) > 2:
+        blocked |= _unequal(operands[2], operands[1], node.args[1])
     return Rule((x, *(index,) * (len(operands) - 1)), (x,), indexed=frozenset("v"), blocked=blocked)
 
 
+def _overwrite(node: Node, operands: Types, outputs: Types) -> Rule:
+    """Writes into a dim that is whole."""
+    return replace(_scatter(node, operands, outputs), blocked=_scatter(node, operands, outputs).blocked | {"v"})
+
+
+def _along(x: TensorType, index: TensorType, dim: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    dim %= max(len(x.shape), 1)
+    return tuple(
+        tuple(name if d == dim else f"d{d}" for d in range(len(t.shape))) for t, name in ((x, "v"), (index, "k"))
+    )  # type: ignore[return-value]
+
+
 def _unequal(x: TensorType, index: TensorType, dim: int) -> frozenset[str]:
+    """The dims in which the index, or its source, is shorter: only a whole dim can be cut there."""
+    dim %= max(len(x.shape), 1)
     pairs = enumerate(zip(x.shape, index.shape, strict=True))
-    return frozenset(f"d{d}" for d, (a, b) in pairs if d != dim and a != b)
+    return frozenset("k" if d == dim else f"d{d}" for d, (a, b) in pairs if a != b and d != dim)
+
+
+def _boolean(x: TensorType, name: str) -> frozenset[str]:
+    """A dim of booleans is looked up whole: they are no terms of a sum."""
+    return frozenset({name}) if x.dtype == torch.bool else frozenset()
+
+
+def _index_select(node: Node, operands: Types, outputs: Types) -> Rule:
+    dim = node.args[1] % max(len(operands[0].shape), 1)
+    x = tuple("v" if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
+    out = tuple("k" if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
+    index = ("k",) if operands[1].shape else ()
+    out = out if index else tuple(None if f == "k" else f for f in out)
+    return Rule((x, index), (out,), indexed=frozenset("v"), blocked=_boolean(operands[0], "v"))
+
+
+def index_dims(indices: object, shapes: list[tuple[int, ...]], rank: int) -> tuple[list[int], int, int]:
+    """Of `x[indices]`: the dims of x that are indexed, where the dims of the indices come out, and how many these are.
+
+    Args:
+        indices: as `aten.index` takes them, with None for a dim that is taken whole.
+        shapes: of the indices that are there.
+        rank: of x.
+    """
+    assert isinstance(indices, (list, tuple))
+    dims = [d for d, index in enumerate(indices) if index is not None]
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    return dims, dims[0] if together else 0, len(torch.broadcast_shapes(*shapes))
+
+
+def _index_parts(indices: object, x_rank: int, types: Types) -> tuple[tuple[str | None, ...], ...]:
+    """Factors of x, of each index, and of the result of `x[indices]`."""
+    shapes = [t.shape for t in types]
+    dims, at, n = index_dims(indices, shapes, x_rank)
+    broadcast = torch.broadcast_shapes(*shapes)
+    x = tuple(f"v{d}" if d in dims else f"d{d}" for d in range(x_rank))
+    factors = tuple(
+        tuple(
+            None if size == 1 and broadcast[n - len(s) + d] != 1 else f"i{n - len(s) + d}" for d, size in enumerate(s)
+        )
+        for s in shapes
+    )
+    kept = [f for f in x if f[0] == "d"]
+    return x, *factors, (*kept[:at], *_names("i", n), *kept[at:])
+
+
+def _index(node: Node, operands: Types, outputs: Types) -> Rule:
+    x, *indices, out = _index_parts(node.args[1], len(operands[0].shape), operands[1:])
+    looked_up = frozenset(f for f in x if f is not None and f[0] == "v")
+    blocked = looked_up if operands[0].dtype == torch.bool else frozenset()
+    return Rule((x, *indices), (out,), indexed=looked_up, blocked=blocked)
+
+
+def _index_sum(node: Node, operands: Types, outputs: Types) -> Rule:
+    """The transpose of a look-up: values are added up where they were taken from."""
+    x, *indices, values = _index_parts(node.args[1], len(outputs[0].shape), operands[1:])
+    return Rule((values, *indices), (x,), indexed=frozenset(f for f in x if f is not None and f[0] == "v"))
+
+
+def _index_put(node: Node, operands: Types, outputs: Types) -> Rule:
+    """Overwrites: what is indexed, and the indices, are whole."""
+    refs = [r for r in node.args[1] if isinstance(r, Ref)]
+    x, *indices, values = _index_parts(node.args[1], len(operands[0].shape), operands[1 : 1 + len(refs)])
+    given = operands[-1].shape
+    values = values[len(values) - len(given) :]
+    full = outputs[0].shape
+    sizes = {f: n for f, n in zip(x, full, strict=True)}
+    values = tuple(
+        None if f is None or (f in sizes and sizes[f] != n) else f for f, n in zip(values, given, strict=True)
+    )
+    blocked = frozenset(f for f in (*x, *(f for i in indices for f in i), *values) if f is not None and f[0] in "vi")
+    return Rule((x, *indices, values), (x,), blocked=blocked)
 
 
 register_rule("aten.embedding.default", _embedding)
 register_rule("aten.embedding_dense_backward.default", _embedding_backward)
 register_rule("aten.gather.default", _gather)
 register_rule("aten.scatter_add.default", _scatter)
+register_rule("aten.scatter.src", _overwrite)
+register_rule("aten.scatter.value", _overwrite)
+register_rule("aten.index_select.default", _index_select)
+register_rule("aten.index.Tensor", _index)
+register_rule("megalith.index_sum.default", _index_sum)
+register_rule("aten.index_put.default", _index_put)

@@ -33,20 +33,24 @@ def reduction(op: str, linear: bool = False) -> Any:
     return rule
 
 
-def whole_dim(position: int, n_outputs: int = 1, keyword: str = "dim", default: int = -1) -> Any:
-    """The rule of an op that works along one dim, such as a softmax: that dim is whole, the others are batch.
+def whole_dim(position: int, keyword: str = "dim", default: Any = -1) -> Any:
+    """The rule of an op that works along some dims, such as a softmax: these are whole, the others are batch.
+
+    Outputs may be of another size in those dims, or without them.
 
     Args:
-        position: where in the op's arguments the dim is.
-        n_outputs: how many outputs it has, each of the operands' shape.
+        position: where in the op's arguments the dims are.
+        keyword: their name as a keyword argument.
+        default: the dims if none are given; None for all.
     """
 
     def rule(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
         rank = len(operands[0].shape)
-        dim = node.args[position] if len(node.args) > position else node.kwargs.get(keyword, default)
-        names = tuple(f"d{d}" for d in range(rank))
-        blocked = frozenset({names[dim % rank]}) if rank else frozenset()
-        return Rule((names,) * len(operands), (names,) * n_outputs, blocked=blocked)
+        argument = node.args[position] if len(node.args) > position else node.kwargs.get(keyword, default)
+        worked = dims_of(argument, rank)
+        names = tuple(None if d in worked else f"d{d}" for d in range(rank))
+        kept = tuple(name for name in names if name is not None)
+        return Rule((names,) * len(operands), tuple(names if len(t.shape) == rank else kept for t in outputs))
 
     return rule
 
@@ -67,9 +71,33 @@ for _name, _position in [
     ("_safe_softmax.default", 1),
     ("cumsum.default", 1),
     ("cumprod.default", 1),
+    ("logcumsumexp.default", 1),
+    ("sort.default", 1),
+    ("sort.stable", 99),  # its dim is a keyword
+    ("topk.default", 2),
+    ("kthvalue.default", 2),
+    ("max.dim", 1),
+    ("min.dim", 1),
+    ("median.dim", 1),
+    ("prod.dim_int", 1),
     ("flip.default", 1),
 ]:
-    if _name != "flip.default":
-        register_rule(f"aten.{_name}", whole_dim(_position))
-for _name, _position in [("sort.default", 1), ("topk.default", 2)]:
-    register_rule(f"aten.{_name}", whole_dim(_position, n_outputs=2))
+    register_rule(f"aten.{_name}", whole_dim(_position))
+for _name, _position in [
+    ("argmax.default", 1),
+    ("argmin.default", 1),
+    ("linalg_vector_norm.default", 2),
+    ("roll.default", 2),
+    ("prod.default", 99),
+]:
+    register_rule(f"aten.{_name}", whole_dim(_position, default=None))
+
+
+def _triangle(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+    rank = len(operands[0].shape)
+    names = tuple(f"d{d}" if d < rank - 2 else None for d in range(rank))
+    return Rule((names,), (names,), linear=(0,))
+
+
+for _name in ("tril", "triu"):
+    register_rule(f"aten.{_name}.default", _triangle)
