@@ -123,7 +123,7 @@ def _effect(instruction: Compute, args: Any, kwargs: Any, operands: tuple[Lying,
         results = [None if k is None else torch.empty(k.shape, dtype=k.dtype, device="meta") for k in kinds]
     else:
         results = (results,) if _compat.returns_one_tensor(fn) else results
-    outputs = []
+    outputs: list[Output | None] = []
     for result in results:
         if not isinstance(result, torch.Tensor):
             outputs.append(None)
@@ -173,7 +173,7 @@ def _attention(operands: Operands, _: Outputs) -> int:
 
 
 def _attention_backward(operands: Operands, _: Outputs) -> int:
-    _, q, k, _, *rest = operands
+    q, k, rest = operands[1], operands[2], operands[4:]
     rows, keys = _flash_blocks(q, k)
     numbers = 2 * rows * keys + rows
     halves = 2 * rows * keys * q.dtype.itemsize if q.dtype.itemsize == 2 else 0

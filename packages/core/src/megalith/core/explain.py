@@ -139,7 +139,6 @@ def explain(program: Program, detail: str = "grouped", replicated: Iterable[str]
 
 
 def _row(launch: Launch, program: Program) -> Row:
-    itemsize = program.types[launch.buffer].dtype.itemsize
     return Row(
         launch.kind,
         launch.axes,
@@ -148,10 +147,10 @@ def _row(launch: Launch, program: Program) -> Row:
         launch.origin.phase,
         launch.origin.module,
         launch.origin.source,
-        launch.cause,
+        launch.cause.removesuffix(": "),
         str(launch.source),
         str(launch.target),
-        *_alternative(launch, itemsize, program.rank),
+        *_alternative(launch, program),
     )
 
 
@@ -172,12 +171,13 @@ def _merge(rows: Sequence[Row]) -> Row:
 # --- the alternative: facts about other layouts of the same value ------------------------------------
 
 
-def _alternative(launch: Launch, itemsize: int, rank: int) -> tuple[str, int, int]:
+def _alternative(launch: Launch, program: Program) -> tuple[str, int, int]:
     """What else could be written, the bytes that would then be received, and the memory that it takes."""
     mesh, axes, over = launch.source.mesh, launch.axes, ", ".join(launch.axes)
     n = math.prod(mesh.sizes[axis] for axis in axes)
-    held = math.prod(launch.source.local_shape(rank))
-    got = math.prod(launch.target.local_shape(rank))
+    kind = program.types[launch.buffer]
+    held, itemsize = math.prod(kind.shape), kind.dtype.itemsize
+    got = held * n if launch.kind == "all_gather" else held // n if launch.kind == "reduce_scatter" else held
 
     def received(kind: str) -> int:
         return collective_cost(kind, mesh, axes, -(-held // n) * n, itemsize).bytes_received
@@ -186,16 +186,16 @@ def _alternative(launch: Launch, itemsize: int, rank: int) -> tuple[str, int, in
         return f"whole over {over}: all_reduce", received("all_reduce"), (held - got) * itemsize
     if launch.kind == "all_gather" and launch.cause.endswith("stored -> used"):
         return f'stored as used, "{launch.target}": no gather', 0, (got - held) * itemsize
-    if launch.kind == "all_reduce" and launch.cause.startswith("gradient"):
+    if launch.kind == "all_reduce" and "gradient" in launch.cause:
         text = f'":state" and ":grad" sharded over {over} (ZeRO): reduce_scatter'
         return text, received("reduce_scatter"), (held // n - held) * itemsize
     if launch.kind not in ("all_reduce", "all_gather") or launch.source.shape[-1:] in ((), (1,)):
         return "", 0, 0
-    sharded = _shard_free_dim(launch.target, axes, rank)
+    sharded = _shard_free_dim(launch.target, axes, program.rank)
     if not sharded:
         return "", 0, 0
-    kind, when = ("reduce_scatter", "") if launch.kind == "all_reduce" else ("all_to_all", ", if its reader allows")
-    return f'constrain(x, "{sharded}"){when}: {kind}', received(kind), (got // n - got) * itemsize
+    other, when = ("reduce_scatter", "") if launch.kind == "all_reduce" else ("all_to_all", ", if its reader allows")
+    return f'constrain(x, "{sharded}"){when}: {other}', received(other), (got // n - got) * itemsize
 
 
 def _alternative_text(row: Row) -> str:

@@ -184,6 +184,8 @@ class _Walk:
         pinned = self.start()
         last = program.last_use
         sent: dict[int, int] = {}  # pending slot -> a stand-in for the buffer that the collective reads until its wait
+        for slot in set(program.inputs) - pinned - set(last):
+            self.release(slot, -1)
         done = effects(program)
         for position, (instruction, effect) in enumerate(zip(program.instructions, done, strict=True)):
             for slot in reads(instruction):

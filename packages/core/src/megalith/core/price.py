@@ -250,6 +250,7 @@ def cost(program: Program, device: Device) -> CostReport:
             (pending,) = reads(instruction)
             stalled += max(0.0, ends[pending] - now)
             now = max(now, ends[pending])
+    ranked = dict(sorted(by_op.items(), key=lambda item: -item[1]))
     return CostReport(device, now, busy, moving, stalled, flops, traffic, dict(received), ranked)
 
 
