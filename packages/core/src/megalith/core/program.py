@@ -140,14 +140,15 @@ def signature(launch: Launch, dtype: torch.dtype) -> str:
 def reads(instruction: Instruction) -> tuple[int, ...]:
     """The slots that an instruction reads."""
     if isinstance(instruction, Compute):
-        return tuple(r.id for r in refs((instruction.args, instruction.kwargs)))
+        found = refs(instruction.args)
+        return tuple([r.id for r in (found + refs(instruction.kwargs) if instruction.kwargs else found)])
     return (instruction.buffer,) if isinstance(instruction, Launch) else (instruction.pending,)
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
     """The slots that an instruction writes."""
     if isinstance(instruction, Compute):
-        return tuple(o for o in instruction.outputs if o >= 0)
+        return instruction.outputs if -1 not in instruction.outputs else tuple(o for o in instruction.outputs if o >= 0)
     return (instruction.pending,) if isinstance(instruction, Launch) else (instruction.output,)
 
 

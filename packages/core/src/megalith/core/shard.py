@@ -13,10 +13,13 @@ from megalith.core import _compat
 from megalith.core._compat import pytree
 from megalith.core.backends.backend import Backend, PerRank, choose_backend
 from megalith.core.clean import clean
+from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
+from megalith.core.memory import MemoryReport, memory
 from megalith.core.passes import bucket, donate, overlap
 from megalith.core.program import Program
+from megalith.core.strict import check_strict
 from megalith.core.trace import Traced, current_tracer, trace
 from megalith.sharding.graph import Ref
 from megalith.sharding.layout import Layout
@@ -156,6 +159,17 @@ class Sharded:
         compiled = self._compiled(tuple(leaves), args, kwargs)
         return compiled.programs[min(compiled.programs)]
 
+    def explain(self, *args: Tree, **kwargs: Tree) -> Explanation:
+        """Each collective of a call with these whole arguments: axis, bytes, line, cause, alternative."""
+        leaves = self._bind(args, kwargs)
+        compiled = self._compiled(tuple(leaves), args, kwargs)
+        silent = [leaf.name for leaf in compiled.leaves if leaf.parameter is not None and not leaf.cause]
+        return explain(compiled.programs[min(compiled.programs)], replicated=silent)
+
+    def memory(self, *args: Tree, **kwargs: Tree) -> MemoryReport:
+        """The peak memory per rank of a call with these whole arguments, and what is alive at it."""
+        return memory(self.program(*args, **kwargs))
+
     # --- the way there ---
 
     def _bind(self, args: Any, kwargs: Any) -> list[Leaf]:
@@ -205,6 +219,8 @@ class Sharded:
         laid_out = partition(
             graph, self.mesh, [leaf.as_input() for leaf in tensors], out_layouts, self._parse_marker
         )
+        if self.strict:
+            check_strict(laid_out)
         programs = {
             rank: overlap(bucket(donate(lower(laid_out, rank), donated))) for rank in self.backend.ranks
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -97,7 +97,7 @@ class Node:
     @property
     def operands(self) -> tuple[Ref, ...]:
         """The tensor operands in order of appearance, lists flattened."""
-        return tuple(refs((self.args, self.kwargs)))
+        return tuple(refs(self.args) + refs(self.kwargs)) if self.kwargs else tuple(refs(self.args))
 
 
 def op_name(op: Callable[..., Any]) -> str:
@@ -150,24 +150,32 @@ class Graph:
         return "\n".join(lines)
 
 
-def refs(tree: Any) -> Iterator[Ref]:
+def refs(tree: Any) -> list[Ref]:
     """Each `Ref` in nested tuples, lists and dicts, in order."""
-    if isinstance(tree, Ref):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
+    found: list[Ref] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Ref]) -> None:
+    kind = type(tree)
+    if kind is Ref:
+        found.append(tree)
+    elif kind is tuple or kind is list:
         for item in tree:
-            yield from refs(item)
-    elif isinstance(tree, Mapping):
+            _collect(item, found)
+    elif kind is dict:
         for item in tree.values():
-            yield from refs(item)
+            _collect(item, found)
 
 
 def map_refs(tree: Any, fn: Callable[[Ref], Any]) -> Any:
     """The same nesting with each `Ref` replaced by `fn(ref)`."""
-    if isinstance(tree, Ref):
+    kind = type(tree)
+    if kind is Ref:
         return fn(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_refs(item, fn) for item in tree)
-    if isinstance(tree, Mapping):
+    if kind is tuple or kind is list:
+        return kind([map_refs(item, fn) for item in tree])
+    if kind is dict:
         return {key: map_refs(item, fn) for key, item in tree.items()}
     return tree

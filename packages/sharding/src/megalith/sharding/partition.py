@@ -77,7 +77,8 @@ class Run:
 class Move:
     """A value brought from one layout to another.
 
-    `cause` says in words why: the spec or rule that asks for it.
+    `cause` says in words why: the spec or rule that asks for it. `asked` is whether a spec, a marker or the sum that a
+    spec implies asks for it; otherwise layouts merely disagree.
     """
 
     source: Version
@@ -85,6 +86,7 @@ class Move:
     dtype_size: int
     origin: Origin
     cause: str
+    asked: bool = True
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,7 @@ class _State:
         versions = [v for v in self.versions[value] if not v.epoch]
         return next((v for v in versions if not v.layout.partial), versions[0])
 
-    def fetch(self, value: int, layout: Layout, origin: Origin, cause: str) -> Version:
+    def fetch(self, value: int, layout: Layout, origin: Origin, cause: str, asked: bool = True) -> Version:
         """The value in exactly this layout, moved if need be."""
         start = self.current(value, origin)
         candidates = [start, *(v for v in self.versions[value] if v.epoch == start.epoch and v is not start)]
@@ -301,11 +303,11 @@ class _State:
         size = self.types[value].dtype.itemsize
         best = min(usable, key=lambda v: plan(v.layout, layout, size).seconds) if len(usable) > 1 else usable[0]
         target = Version(value, layout, best.epoch)
-        self._move(best, target, origin, cause)
+        self._move(best, target, origin, cause, asked)
         return target
 
-    def _move(self, source: Version, target: Version, origin: Origin, cause: str) -> None:
-        self.steps.append(Move(source, target, self.types[source.value].dtype.itemsize, origin, cause))
+    def _move(self, source: Version, target: Version, origin: Origin, cause: str, asked: bool = True) -> None:
+        self.steps.append(Move(source, target, self.types[source.value].dtype.itemsize, origin, cause, asked))
         self.versions[source.value].append(target)
 
     def fresh(self, like: TensorType) -> int:
@@ -371,7 +373,8 @@ class _State:
         shape = self.types[node.outputs[0]].shape
         current = self.current(operand.id, node.origin)
         needed, result = regroup(current.layout, shape)
-        version = self.fetch(operand.id, needed, node.origin, f"{node.name} to {list(shape)} needs whole blocks")
+        cause = f"{node.name} to {list(shape)} needs whole blocks"
+        version = self.fetch(operand.id, needed, node.origin, cause, asked=False)
         self._emit(node, (version,), (result,))
         if operand.id in self.parameter_of:
             self.parameter_of[node.outputs[0]] = self.parameter_of[operand.id]
@@ -429,7 +432,10 @@ class _State:
                 target = _with_dim(target, rule.at, held[i])
             if i in rule.linear and carried:
                 target = target.with_partial(carried)
-            fetched.append(self.fetch(ref.id, target, node.origin, _cause(node, rule, version.layout, target)))
+            lost = [a for a in version.layout.axes if a not in target.axes]
+            asked = all(a in by_parameter for a in lost)
+            cause = _cause(node, rule, version.layout, target)
+            fetched.append(self.fetch(ref.id, target, node.origin, cause, asked))
         read = dict.fromkeys(f for fs in rule.operands for f in fs if f is not None)
         indexed = tuple(axis for factor in rule.indexed for axis in dims[factor].axes)
         layouts: list[Layout | None] = []
