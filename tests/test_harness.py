@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -180,6 +181,24 @@ def test_tensor_memory_sees_what_a_step_replaces():
         (4 * n, 8 * n, 4 * n),
         (4 * n, 8 * n, 4 * n),
     ]
+
+
+def test_tensor_memory_sees_what_another_thread_frees():
+    box = []
+
+    def allocate():
+        box.append(torch.empty(n))
+
+    def free():
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+        return torch.empty(n)
+
+    first, second = tensor_memory(allocate, free)
+    assert (first.end, second.start, second.peak, second.end) == (4 * n, 4 * n, 4 * n, 0)
+    allocate()  # from the first call on, the books are kept between calls too
+    assert tensor_memory(free)[0].end == -4 * n
 
 
 def test_peak_bytes_counts_what_the_backward_allocates():

@@ -181,33 +181,39 @@ def tensor_memory(*phases: Callable[[], Any]) -> list[Phase]:
     """Run the phases in order and return each one's allocated bytes at its start, its peak and its end.
 
     Exact: every block of ATen's CPU allocator is seen, temporaries inside an op included (a Python scalar is one, of 8
-    bytes), at the size it was asked for. What was allocated before the first phase is not seen to be freed; so for the
-    steady state of a step that replaces its parameters let the first phase build them and the last be the step.
+    bytes), at the size it was asked for, whichever thread frees it. Only a peak inside another thread may be missed.
+    What was allocated before this process's first call is not seen to be freed; so for the steady state of a step that
+    replaces its parameters let the first phase build them and the last be the step.
     """
+    # The allocator keeps its books of all threads from now on; the profiler alone loses what another thread frees.
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         for number, phase in enumerate(phases):
             with record_function(f"tensor_memory {number}"):
+                torch.empty(1)  # reads the books: the first two and the last two events of a phase are these probes
                 result = phase()
-            del result
-    events: list[tuple[int, int | None, str]] = []  # nanoseconds, bytes (negative: freed), edge of a phase
+                del result
+                torch.empty(1)
+    levels: list[tuple[int, int]] = []  # (nanoseconds, bytes allocated by then)
+    spans: dict[str, tuple[int, int]] = {}  # nanoseconds
     stack = list(prof.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.tag == torch._C._profiler._EventType.Allocation:
             if event.extra_fields.device.type == "cpu":
-                events.append((event.start_time_ns, event.extra_fields.alloc_size, ""))
+                levels.append((event.start_time_ns, event.extra_fields.total_allocated))
         elif event.name.startswith("tensor_memory "):
-            events += [(event.start_time_ns, None, event.name), (event.end_time_ns, None, "end")]
-    level, spans = 0, []
-    for _, size, name in sorted(events, key=lambda event: event[0]):
-        if size is not None:
-            level += size
-            if spans:
-                spans[-1].append(level)
-        elif name != "end":
-            spans.append([level])
-    return [Phase(span[0], max(span), span[-1]) for span in spans]
+            spans[event.name] = event.start_time_ns, event.end_time_ns
+    levels.sort()
+    found, base = [], None
+    for number in range(len(phases)):
+        begin, end = spans[f"tensor_memory {number}"]
+        _, first, *inside, _, last = (level for at, level in levels if begin <= at <= end)
+        base = first if base is None else base
+        found.append(Phase(first - base, max(first, last, *inside) - base, last - base))
+    return found
 
 
 def peak_bytes(fn: Callable[[], Any], warmup: int = 0) -> int:

@@ -202,11 +202,58 @@ def dtensor_tp(rank: int, world_size: int, config: Config) -> Step:
     return step
 
 
+def megalith(rank: int, world_size: int, config: Config, axis: str, specs: dict[str, str]) -> Step:
+    """A pure step over plain tensors, on a mesh of one axis."""
+    from megalith.core import AdamW, grad_and_value, shard
+    from megalith.sharding import Mesh
+
+    with torch.device("cpu"):
+        model = Llama(config)
+    optimizer = AdamW(lr=config.lr)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        logits = torch.func.functional_call(model, params, (batch["ids"],))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    def pure_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        grads, value = grad_and_value(loss)(params, batch)
+        params, opt_state = optimizer.update(grads, opt_state, params)
+        return params, opt_state, value
+
+    sharded = shard(pure_step, Mesh(f"{axis}={world_size}"), specs, donate=("params", "opt_state"))
+    whole = {name: p.detach() for name, p in model.named_parameters()}
+    state = list(sharded.place(whole, optimizer.init(whole)))
+    batch = sharded.place(batch=dict(zip(("ids", "labels"), global_batch(config), strict=True)))
+    model.to("meta")
+    del whole
+
+    def step() -> float:
+        *state[:], value = sharded(*state, batch)
+        return value.item()
+
+    return step
+
+
+def megalith_dp(rank: int, world_size: int, config: Config) -> Step:
+    return megalith(rank, world_size, config, "dp", {"batch.*": "(dp b) s"})
+
+
+def megalith_tp(rank: int, world_size: int, config: Config) -> Step:
+    specs = {
+        "*.{q,k,v,gate,up}.weight": "(tp o) i",
+        "*.{o,down}.weight": "o (tp i)",
+        "*{embed,head}.weight": "(tp v) e",
+    }
+    return megalith(rank, world_size, config, "tp", specs)
+
+
 CASES: dict[str, Callable[[int, int, Config], Step | None]] = {
     "unsharded": unsharded,
     "DDP": ddp,
     "FSDP2": fsdp2,
     "DTensor TP": dtensor_tp,
+    "megalith DP": megalith_dp,
+    "megalith TP": megalith_tp,
 }
 
 
