@@ -54,7 +54,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         device.name: device
         for device in (
             #       name        fp64    fp32    16 bit   fp8      bytes/s  overhead
-            _device("cpu core", 25e9, 50e9, 25e9, 25e9, 10e9, 2e-6),
+            _device("cpu core", 27e9, 60e9, 1e9, 1e9, 13e9, 4e-6),
             _device("V100", 7.8e12, 15.7e12, 125e12, 125e12, 0.9e12, 5e-6),
             _device("A100", 19.5e12, 19.5e12, 312e12, 312e12, 2.04e12, 5e-6),
             _device("H100", 67e12, 67e12, 989e12, 1979e12, 3.35e12, 5e-6),
@@ -63,7 +63,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""Peak rates of the data sheets, dense, without TF32; of the CPU core, what matrix products and copies reach."""
+"""Peak rates of the data sheets, dense, without TF32; of the CPU core, what torch reaches on one of a
+server without units for 16-bit numbers."""
 
 
 # --- operations ----------------------------------------------------------------------------------------
