@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalith.sharding import markers
-from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType, refs
+from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType, refs
 from megalith.sharding.layout import Digit, Dim, Layout, replicated
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.rule import Rule, rule_of
@@ -358,6 +358,8 @@ class _State:
             self._rename(node, layout, f"gradient as its parameter: {given.cause}" if given else "gradient")
         elif isinstance(node.op, Call):
             self._call(node, node.op)
+        elif isinstance(node.op, Local):
+            self._local(node, node.op)
         elif node.name == "aten.reshape.default":
             self._reshape(node)
         else:
@@ -401,6 +403,14 @@ class _State:
         produced = tuple(self.produce(next(outs), layout) for layout in layouts if layout is not None)
         self.steps.append(Run(node, tuple(versions), produced, block=block))
 
+    def _local(self, node: Node, local: Local) -> None:
+        """Code on shards: operands come as it asks for them, results are as it says."""
+        versions = tuple(
+            self.fetch(ref.id, layout, node.origin, f"{local.name} reads {layout}")
+            for ref, layout in zip(node.operands, local.operands, strict=True)
+        )
+        self._emit(node, versions, local.outputs)
+
     def _cause_of(self, value: int) -> str:
         given = self.inputs.get(self.root_of(value))
         return given.cause if given else ""
@@ -425,6 +435,13 @@ class _State:
         held = tuple(v.layout.dims[rule.at] for v in versions) if rule.recut is not None else ()
         recut = rule.recut(held) if rule.recut is not None and any(dim.axes for dim in held) else None
         dims = self._assign(node, rule, operands, versions, {*carried, *(recut.axes if recut is not None else ())})
+        by_parameter = {
+            axis
+            for ref, factors in zip(operands, rule.operands, strict=True)
+            for factor in factors
+            if ref.id in self.parameter_of and factor is not None
+            for axis in dims[factor].axes
+        }
         fetched = []
         for i, (ref, factors, version) in enumerate(zip(operands, rule.operands, versions, strict=True)):
             target = Layout(self.mesh, _dims_for(factors, dims, types[i].shape))
