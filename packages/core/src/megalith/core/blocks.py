@@ -140,9 +140,9 @@ def _fingerprint(module: torch.nn.Module) -> Any:
     """What has to be equal for two modules to be one program: classes and settings, but not a layer's number."""
     parts: list[Any] = []
     for name, child in module.named_modules():
-        settings = []
+        settings: list[tuple[str, Any]] = []
         for attribute, value in sorted(child.__dict__.items()):
-            if attribute.startswith("_") and attribute not in ("_attn_implementation",) or attribute in _OWN_NUMBER:
+            if attribute.startswith("_") or attribute in _OWN_NUMBER:
                 continue
             if isinstance(value, _PLAIN):
                 settings.append((attribute, value))

@@ -22,6 +22,7 @@ from megalith.sharding.specs import Resolution, resolve
 __all__ = ["Leaf", "donated_outputs", "global_shape", "is_output", "leaves_of", "output_layouts", "resolve_leaves"]
 
 PARAMETERS = "params"
+_NO_SPEC = ": no spec, replicated"
 
 
 @dataclass
@@ -56,6 +57,11 @@ class Leaf:
         """The name of the parameter that it is: what follows `params` in its path."""
         parts = self.name.split(".")
         return ".".join(parts[parts.index(PARAMETERS) + 1 :]) if PARAMETERS in parts[:-1] else None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether no spec speaks of it."""
+        return self.cause.endswith(_NO_SPEC)
 
     @property
     def key(self) -> Any:
@@ -120,7 +126,7 @@ def resolve_leaves(
     )
     for name, leaf in tensors.items():
         lives = found.leaves[name]
-        leaf.layout, leaf.cause = lives.stored, lives.cause
+        leaf.layout, leaf.cause = lives.stored, lives.cause or f"{name}{_NO_SPEC}"
         leaf.used = lives.used if leaf.parameter is not None else None
         leaf.grad = lives.grad.layout if lives.grad is not None and leaf.parameter is not None else None
     return found
@@ -140,9 +146,8 @@ def output_layouts(
         return chosen
     spec = traced.out_spec
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    names = [
-        ".".join(p for p in ("output", _compat.key_path(path)) if p) for path, _ in pytree.tree_flatten_with_path(tree)[0]
-    ]
+    paths = [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    names = [".".join(part for part in ("output", _compat.key_path(path)) if part) for path in paths]
     types = {
         name: traced.graph.types[o.id].shape
         for name, o in zip(names, traced.graph.outputs, strict=True)
@@ -222,7 +227,8 @@ def donated_outputs(
                 continue
             outputs = traced.graph.outputs[start : start + n]
             types = [traced.graph.types[o.id] if isinstance(o, Ref) else None for o in outputs]
-            if all(t is not None and t.shape == l.shape and t.dtype == l.dtype for t, (_, l) in zip(types, mine)):
+            pairs_of = zip(types, mine, strict=True)
+            if all(t is not None and (t.shape, t.dtype) == (leaf.shape, leaf.dtype) for t, (_, leaf) in pairs_of):
                 used.add(number)
                 for k, (i, leaf) in enumerate(mine):
                     layouts[start + k] = leaf.layout

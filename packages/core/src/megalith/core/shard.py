@@ -1,4 +1,4 @@
-"""How does a pure, single-device function run on a mesh? `shard(fn, mesh, specs)`: traced, laid out, lowered, cached."""
+"""How does a pure, single-device function run on a mesh? `shard(fn, mesh, specs)` traces it, lays it out, lowers it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from megalith.core import _compat
 from megalith.core._compat import pytree
-from megalith.core.backends.backend import Backend, PerRank, choose_backend
+from megalith.core.backends.backend import Backend, choose_backend
 from megalith.core.clean import clean
 from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
@@ -21,7 +20,6 @@ from megalith.core.passes import bucket, donate, overlap
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
 from megalith.core.trace import Traced, current_tracer, trace
-from megalith.sharding.graph import Ref
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.partition import Partition, partition
@@ -120,7 +118,9 @@ class Sharded:
         for name, tree in bound.arguments.items():
             leaves = leaves_of({name: tree})
             self._resolve([self._global(leaf) for leaf in leaves], leaves)
-            values = [leaf.value if leaf.layout is None else self.backend.gather(leaf.value, leaf.layout) for leaf in leaves]
+            values = [
+                leaf.value if leaf.layout is None else self.backend.gather(leaf.value, leaf.layout) for leaf in leaves
+            ]
             gathered.append(pytree.tree_unflatten(values, pytree.tree_structure(tree)))
         return gathered[0] if len(gathered) == 1 else tuple(gathered)
 
@@ -163,7 +163,7 @@ class Sharded:
         """Each collective of a call with these whole arguments: axis, bytes, line, cause, alternative."""
         leaves = self._bind(args, kwargs)
         compiled = self._compiled(tuple(leaves), args, kwargs)
-        silent = [leaf.name for leaf in compiled.leaves if leaf.parameter is not None and not leaf.cause]
+        silent = [leaf.name for leaf in compiled.leaves if leaf.parameter is not None and leaf.is_silent]
         return explain(compiled.programs[min(compiled.programs)], replicated=silent)
 
     def memory(self, *args: Tree, **kwargs: Tree) -> MemoryReport:

@@ -79,16 +79,15 @@ def rule_of(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorT
     Raises:
         MissingRule: no table knows the op; the message says how to add it.
     """
-    rule = _rules.get(node.name)
-    if rule is None:
+    known = _rules.get(node.name)
+    if known is None:
         raise MissingRule(
             f"no rule says how {node.name} shards (operands {', '.join(map(repr, operands))}; at "
             f"{node.origin.source or 'an unknown line'} in {node.origin.module or 'the program'}). Add one with "
             f'register_rule("{node.name}", "b s, s e -> b e"), a factor for each dim, or run the code on local shards '
             "with local_map"
         )
-    if callable(rule):
-        rule = rule(node, operands, outputs)
+    rule = known if isinstance(known, str) else known(node, operands, outputs)
     return parse_rule(rule) if isinstance(rule, str) else rule
 
 

@@ -1,8 +1,7 @@
 """Which small collectives travel together? All-reduces below a size, side by side in one buffer.
 
-Takes a program. Gives one in which small all-reduces of the update phase, over one group and of one dtype, are joined: each
-costs a message otherwise. After this, no more than one all-reduce a bucket is below `small` bytes. Large ones stay alone: a
-copy of them would cost more than it saves.
+Takes a program. Gives one in which small all-reduces over one group and of one dtype are joined, as far as none waits for
+another: each costs a message otherwise. Large ones stay alone: a copy of them would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def bucket(program: Program, small: int = 256 << 10, limit: int = 4 << 20) -> Pr
     out: list[Instruction] = []
     for instruction in program.instructions:
         if isinstance(instruction, Launch) and instruction.pending in dropped:
-            group = last_of.get(instruction.pending)
-            if group is not None:
-                out.extend(_joined(group, types, waits))
+            if instruction.pending in last_of:
+                out.extend(_joined(last_of[instruction.pending], types, waits))
         elif isinstance(instruction, Wait) and instruction.pending in dropped:
             continue
         else:
@@ -72,7 +70,7 @@ def _groups(program: Program, small: int, limit: int) -> list[list[Launch]]:
         if not isinstance(instruction, Launch) or instruction.kind != "all_reduce":
             continue
         kind = program.types[instruction.buffer]
-        if kind.nbytes >= small or instruction.origin.phase != "update" or instruction.op != "sum":
+        if kind.nbytes >= small or instruction.op != "sum":
             continue
         key = (instruction.peers, kind.dtype)
         group = open_groups.get(key, [])
@@ -115,7 +113,7 @@ def _joined(group: list[Launch], types: dict[int, TensorType], waits: dict[int, 
             bytes_received=sum(launch.bytes_received for launch in group),
             may_overwrite=True,
             origin=origin,
-            cause=f"{len(group)} small gradients together; {first.cause}",
+            cause=f"{len(group)} small ones together; {first.cause}",
         )
     )
     out.append(Wait(pending, result, origin))
