@@ -1,5 +1,6 @@
 """Trace, lower, run, train: a single-device program on a mesh of devices."""
 
+from megalith.core.local_map import local_map
 from megalith.core.markers import constrain
 from megalith.core.optim import SGD, AdamW
 from megalith.core.shard import Sharded, shard
@@ -7,4 +8,4 @@ from megalith.core.transforms import grad, grad_and_value
 
 __version__ = "0.1.0"
 
-__all__ = ["SGD", "AdamW", "Sharded", "constrain", "grad", "grad_and_value", "shard"]
+__all__ = ["SGD", "AdamW", "Sharded", "constrain", "grad", "grad_and_value", "local_map", "shard"]

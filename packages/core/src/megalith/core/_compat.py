@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -24,6 +25,7 @@ __all__ = [
     "FakeTensorMode",
     "TorchDispatchMode",
     "autograd_sequence",
+    "below_functionalize",
     "functional_form",
     "fused_adamw",
     "storage_id",
@@ -72,6 +74,23 @@ def functorch_levels() -> tuple[str, ...]:
     """The `torch.func` transforms that are active, outermost first: "grad", "vmap", "jvp", "functionalize"."""
     stack = torch._C._functorch.get_interpreter_stack()
     return tuple(str(level.key()).rsplit(".", 1)[-1].lower() for level in stack or ())
+
+
+def below_functionalize(fn: Callable[..., Any], args: Any) -> Any:
+    """`fn(*args)` on the tensors that `torch.func.functionalize` wraps; what it returns is wrapped again."""
+    functorch = torch._C._functorch
+    level = functorch.peek_interpreter_stack().level()
+
+    def unwrap(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not functorch.is_functionaltensor(x):
+            return x
+        torch._sync(x)
+        return functorch._unwrap_functional_tensor(x, True)
+
+    inner = pytree.tree_map(unwrap, tuple(args))
+    with temporarily_pop_interpreter_stack():
+        out = fn(*inner)
+    return pytree.tree_map_only(torch.Tensor, lambda x: functorch._wrap_functional_tensor(x, level), out)
 
 
 def current_autograd_node() -> Any:

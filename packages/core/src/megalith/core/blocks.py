@@ -20,7 +20,7 @@ from megalith.core.markers import constrain
 from megalith.core.trace import CapturedTensor, Frame, NoBlocks, Tracer
 from megalith.sharding.graph import Block, Call, Graph, Node, Ref, TensorType, refs
 
-__all__ = ["call_module"]
+__all__ = ["call_module", "split_joint"]
 
 
 def call_module(tracer: Tracer, original: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ def _trace_block(
     kept = [next(given) if isinstance(o, torch.Tensor) else None for o in outs]
     constants = tuple(None if isinstance(o, torch.Tensor) else o for o in outs)
     name = type(module).__name__
-    forward, backward, saved, read = _split(joint, name, unique, cotangents, len(out_values))
+    forward, backward, saved, read = split_joint(joint, name, unique, cotangents, len(out_values))
     return _Traced(
         forward,
         backward,
@@ -247,7 +247,7 @@ def _relative(node: Node, path: str) -> Node:
 _VIEWS = {torch.ops.aten.reshape.default, torch.ops.aten.permute.default, torch.ops.aten.expand.default}
 
 
-def _split(
+def split_joint(
     joint: Graph, name: str, inputs: list[int], cotangents: list[int], n_outputs: int
 ) -> tuple[Block, Block | None, list[int], list[int]]:
     """Forward and backward graphs of a joint one, the values saved between them, and the inputs that backward reads."""

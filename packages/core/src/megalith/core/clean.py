@@ -16,7 +16,7 @@ from megalith.core.fold import fold_lookups
 from megalith.sharding import markers
 from megalith.sharding.graph import Call, Graph, Node, Ref, map_refs, refs
 
-__all__ = ["clean"]
+__all__ = ["clean", "tidy"]
 
 aten = torch.ops.aten
 _VIEWS = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.slice.Tensor}
@@ -24,7 +24,12 @@ _VIEWS = {aten.reshape.default, aten.permute.default, aten.expand.default, aten.
 
 def clean(graph: Graph) -> Graph:
     """The same function with fewer nodes."""
-    return _flatten_sums(_drop_dead(_simplify(fold_lookups(graph))))
+    return _flatten_sums(tidy(graph))
+
+
+def tidy(graph: Graph) -> Graph:
+    """The same function with fewer nodes, its sums as they were written."""
+    return _drop_dead(_simplify(fold_lookups(graph)))
 
 
 def _simplify(graph: Graph) -> Graph:

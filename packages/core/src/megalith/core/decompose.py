@@ -53,6 +53,11 @@ def _to_copy(x: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Any:
     return NotImplemented
 
 
+@_decomposes(aten.copy.default)
+def _copy(x: Tensor, source: Tensor, *_: Any) -> Tensor:
+    return source.to(x.dtype).expand(x.shape)
+
+
 @_decomposes(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def _view(x: Tensor, shape: Sequence[int], *_: Any) -> Any:
     if tuple(shape) == tuple(x.shape):

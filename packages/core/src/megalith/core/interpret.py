@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from megalith.core import _compat
-from megalith.sharding.graph import Call, Graph, Ref, map_refs
+from megalith.sharding.graph import Call, Graph, Node, Ref, map_refs
 
 __all__ = ["run_graph"]
 
 
-def run_graph(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[Any]:
+def run_graph(
+    graph: Graph, inputs: Sequence[torch.Tensor], special: Callable[[Node, tuple[Any, ...]], Any] | None = None
+) -> list[Any]:
     """Runs every node of a graph on whole tensors.
 
     Args:
         graph: the graph.
         inputs: a tensor for each of its inputs.
+        special: shown each node with its arguments; runs it and returns its outputs, or returns `NotImplemented`.
 
     Returns:
         Its outputs, in order.
@@ -31,8 +34,11 @@ def run_graph(graph: Graph, inputs: Sequence[torch.Tensor]) -> list[Any]:
 
     for node in graph.nodes:
         args, kwargs = map_refs(node.args, read), map_refs(node.kwargs, read)
-        if isinstance(node.op, Call):
-            outs: Any = run_graph(node.op.block.graph, args)
+        outs: Any = NotImplemented if special is None else special(node, args)
+        if outs is not NotImplemented:
+            pass
+        elif isinstance(node.op, Call):
+            outs = run_graph(node.op.block.graph, args)
         else:
             outs = node.op(*args, **kwargs)
             if _compat.returns_one_tensor(node.op):

@@ -11,7 +11,7 @@ import torch
 
 from megalith.core.localize import LOCALIZE, Emit, identity
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, writes
-from megalith.sharding.graph import Call, Origin, Ref, TensorType, map_refs, op_name, refs
+from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
 from megalith.sharding.transition import Step, plan
@@ -87,6 +87,8 @@ class _Builder:
                 self.move(step)
             elif step.block is not None:
                 self.call(step, step.block)
+            elif isinstance(step.node.op, Local):
+                self.local(step, step.node.op)
             else:
                 self.run(step)
         return self.constants
@@ -128,6 +130,22 @@ class _Builder:
         for version, slot in zip(run.outputs, template.outputs, strict=True):
             if version is not None:
                 self.slots[version] = rename(slot)
+
+    def local(self, run: Run, local: Local) -> None:
+        """The nodes of code that is on shards already."""
+        graph = local.graph
+        held = {value: self.slots[v] for value, v in zip(graph.inputs, run.operands, strict=True)}
+        held.update({value: self.constant(tensor).id for value, tensor in graph.constants.items()})
+        for node in graph.nodes:
+            args, kwargs = map_refs((node.args, node.kwargs), lambda ref: Ref(held[ref.id]))
+            kinds = [graph.types[o] if o >= 0 else None for o in node.outputs]
+            outs = tuple(-1 if kind is None else self.new_slot(kind.shape, kind.dtype) for kind in kinds)
+            held.update(zip(node.outputs, outs, strict=True))
+            origin = replace(run.node.origin, source=node.origin.source)
+            self.instructions.append(Compute(node.op, args, kwargs, outs, origin))  # type: ignore[arg-type]
+        for version, output in zip(run.outputs, graph.outputs, strict=True):
+            if version is not None:
+                self.slots[version] = held[output.id]
 
     # --- slots ---
 

@@ -209,7 +209,7 @@ class Sharded:
             [leaf.abstract() for leaf in leaves], pytree.tree_structure(dict(bound.arguments))
         )
         call = _by_name(self.fn, self._signature)
-        traced = trace(call, (), tree, module=self.module, anchors=anchors)
+        traced = trace(call, (), tree, module=self.module, anchors=anchors, mesh=self.mesh, sizes=self.sizes)
         resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, complete=True)
         graph = clean(traced.graph)
         traced = replace(traced, graph=graph)

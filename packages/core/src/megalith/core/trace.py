@@ -14,10 +14,11 @@ import torch
 from megalith.core import _compat
 from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
 from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
+from megalith.sharding import markers
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.rule import has_rule
 from megalith.sharding.specs import resolve
-from megalith.sharding.graph import Call, Graph, Node, Origin, Ref, TensorType
+from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType
 
 __all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
 
@@ -69,7 +70,13 @@ def current_tracer() -> Tracer | None:
 class Tracer(TorchDispatchMode):
     """Records every op that reaches the dispatcher below autograd and `torch.func`."""
 
-    def __init__(self, raw: bool = False, use_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        raw: bool = False,
+        use_blocks: bool = True,
+        mesh: Mesh | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         self.use_blocks = use_blocks and not raw
         self.blocks: Any = None
@@ -84,6 +91,10 @@ class Tracer(TorchDispatchMode):
         self.module_names: dict[int, str] = {}
         self.differentiating = 0
         self.paused = False
+        self.mesh = mesh  # what `local_map` cuts shards by; None: a program of one device
+        self.sizes = dict(sizes or {})
+        self.inside_local_map = False
+        self.replayed: Origin | None = None  # of the node that is traced again
         self._next = 0
 
     @property
@@ -162,6 +173,8 @@ class Tracer(TorchDispatchMode):
     # --- nodes --------------------------------------------------------------------------------
 
     def origin(self) -> Origin:
+        if self.replayed is not None:
+            return self.replayed
         node = _compat.current_autograd_node()
         if node is not None or self.backward_depth:
             self.frame.seen_backward = True
@@ -199,9 +212,9 @@ class Tracer(TorchDispatchMode):
         return out
 
     def call(
-        self, op: Call, operands: Sequence[torch.Tensor], outputs: Sequence[TensorType]
+        self, op: Call | Local, operands: Sequence[torch.Tensor], outputs: Sequence[TensorType]
     ) -> tuple[torch.Tensor, ...]:
-        """Records the call of a block, whose outputs have these types."""
+        """Records the call of a block or of code on shards, whose outputs have these types."""
         device = operands[0].device
         with self.pause(), self.fake_mode:
             outs = tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in outputs)
@@ -312,6 +325,8 @@ def trace(
     names: tuple[str, ...] | None = None,
     module: torch.nn.Module | None = None,
     anchors: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Traced:
     """The graph of a pure function of pytrees of tensors.
 
@@ -322,6 +337,7 @@ def trace(
         names: the names of the positional arguments, for the names of the graph's inputs.
         module: the module whose children's paths name the origins; others are learnt when they are called.
         anchors: spec entries that may be for module outputs: name pattern -> layout.
+        mesh, sizes: what the patterns of a `local_map` are read by; without a mesh it is a plain call.
 
     Returns:
         The graph with its pytree structures.
@@ -336,14 +352,17 @@ def trace(
     return %2
     """
     kwargs = dict(kwargs or {})
+
+    def record(raw: bool = False, use_blocks: bool = True) -> Traced:
+        return _trace(Tracer(raw, use_blocks, mesh, sizes), fn, args, kwargs, names, module, anchors)
+
     try:
         try:
-            return _trace(fn, args, kwargs, names, module, anchors, raw=False)
+            return record()
         except NoBlocks:
-            return _trace(fn, args, kwargs, names, module, anchors, raw=False, use_blocks=False)
+            return record(use_blocks=False)
     except MutationFound:
-        raw = _trace(fn, args, kwargs, names, module, anchors, raw=True)
-        return _functionalize(raw, args, kwargs)
+        return _functionalize(record(raw=True), args, kwargs)
 
 
 def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] | None) -> list[str]:
@@ -356,21 +375,19 @@ def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[s
 
 
 def _trace(
+    tracer: Tracer,
     fn: Any,
     args: Any,
     kwargs: Any,
     names: Any,
     module: torch.nn.Module | None,
     anchors: Mapping[str, str] | None,
-    raw: bool,
-    use_blocks: bool = True,
 ) -> Traced:
     from megalith.core.blocks import BlockTable, call_module
     from megalith.core.composites import Intercept
 
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     leaf_names = _leaf_names(args, kwargs, names)
-    tracer = Tracer(raw, use_blocks)
     tracer.blocks = BlockTable()
     tracer.anchors = dict(anchors or {})
     if module is not None:
@@ -412,8 +429,20 @@ def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
     from megalith.core.interpret import run_graph
 
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    again = torch.func.functionalize(lambda *tensors: tuple(run_graph(raw.graph, tensors)))
-    traced = _trace(again, tuple(leaves), {}, None, None, None, raw=False)
+    tracer = Tracer(use_blocks=False)
+
+    def replay(node: Node, args: tuple[Any, ...]) -> Any:
+        """Markers and code on shards are recorded as they are; of other ops the origin is kept."""
+        tracer.replayed = node.origin
+        if isinstance(node.op, Local):
+            types = [raw.graph.types[o] for o in node.outputs]
+            return _compat.below_functionalize(lambda *x: tracer.call(node.op, x, types), args)
+        if node.op in (markers.constrain, markers.like):
+            return (_compat.below_functionalize(lambda *x: tracer.mark(node.op, *x), args),)
+        return NotImplemented
+
+    again = torch.func.functionalize(lambda *tensors: tuple(run_graph(raw.graph, tensors, replay)))
+    traced = _trace(tracer, again, tuple(leaves), {}, None, None, None)
     graph = Graph(
         traced.graph.inputs,
         raw.graph.names,

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "Call", "Graph", "Node", "Origin", "Ref", "TensorType", "map_refs", "refs"]
+from megalith.sharding.layout import Layout
+
+__all__ = ["Block", "Call", "Graph", "Local", "Node", "Origin", "Ref", "TensorType", "map_refs", "refs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,28 @@ class Call:
     prefix: str = ""
 
 
+@dataclass(frozen=True, eq=False)
+class Local:
+    """The op of a node that runs a graph on each rank's own shards.
+
+    Args:
+        name: what it is called.
+        graph: on local shapes, which are the same on all ranks.
+        operands: for each input of the graph, the layout of the node's operand.
+        outputs: for each output of the graph, the layout of the node's output.
+    """
+
+    name: str
+    graph: Graph
+    operands: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One op: `op(*args, **kwargs) -> outputs`, with a `Ref` wherever a tensor goes in."""
 
-    op: Callable[..., Any] | Call
+    op: Callable[..., Any] | Call | Local
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[int, ...]
@@ -100,8 +119,10 @@ class Node:
         return tuple(refs(self.args) + refs(self.kwargs)) if self.kwargs else tuple(refs(self.args))
 
 
-def op_name(op: Callable[..., Any]) -> str:
+def op_name(op: Callable[..., Any] | Local) -> str:
     """`aten.mm.default` for `torch.ops.aten.mm.default`."""
+    if isinstance(op, Local):
+        return op.name
     return str(op) if hasattr(op, "overloadpacket") else getattr(op, "__name__", str(op))
 
 
