@@ -9,7 +9,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -136,14 +136,17 @@ class Distributed:
         shape = torch.Size(arrived.shape)
         if len(launch.peers) == 1:
             return lambda x: x, lambda x: x.clone(memory_format=torch.contiguous_format).view(shape)
+        group = self._group(launch.peers)  # even for nothing: other groups along these axes may have something
         if launch.kind != "exchange" and math.prod(sent.shape) == 0:  # the same on all of the group
             return lambda x: x, lambda x: x.new_empty(shape)
-        group = self._group(launch.peers)
         what = _What(launch, number, len(program.collectives))
         board, timeout = self._board, timedelta(seconds=self.timeout)
 
-        def finish(work: Any) -> None:
-            board.wait(work, what)
+        def finish(work: Any, on_gpu: bool) -> None:
+            if on_gpu:
+                work.wait()  # the stream waits, not the host; the backend's watchdog keeps the deadline
+            else:
+                board.wait(work, what)
 
         make = _reduction if launch.kind in ("all_reduce", "reduce_scatter") else _movement
         return make(launch, group, timeout, sent.dtype, shape, finish)
@@ -221,7 +224,12 @@ _CARRIED = {
 
 
 def _movement(
-    launch: Launch, group: Any, timeout: timedelta, dtype: torch.dtype, shape: torch.Size, finish: Callable[[Any], None]
+    launch: Launch,
+    group: Any,
+    timeout: timedelta,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    finish: Callable[[Any, bool], None],
 ) -> tuple[Start, Finish]:
     """An all-gather, an all-to-all or an exchange: flat buffers, as bytes where the dtype is not a common one."""
     carried = dtype if dtype in _CARRIED else torch.uint8
@@ -244,13 +252,17 @@ def _movement(
             return swap(out, flat, receives, sends, options)
 
     def start(x: Tensor) -> tuple[Any, Tensor]:
-        flat = x.contiguous().view(-1).view(carried)
+        flat = x.contiguous().view(-1)
+        if carried is not dtype:
+            if flat.stride(0) != 1:  # of a single element any stride counts as contiguous, but not to view it as bytes
+                flat = flat.clone(memory_format=torch.contiguous_format)
+            flat = flat.view(carried)
         out = torch.empty(n, dtype=carried, device=x.device)
         return send(out, flat), out
 
     def wait(pending: tuple[Any, Tensor]) -> Tensor:
         work, out = pending
-        finish(work)
+        finish(work, out.is_cuda)
         return out.view(dtype).view(shape)
 
     return start, wait
@@ -261,7 +273,12 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 
 
 def _reduction(
-    launch: Launch, group: Any, timeout: timedelta, dtype: torch.dtype, shape: torch.Size, finish: Callable[[Any], None]
+    launch: Launch,
+    group: Any,
+    timeout: timedelta,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    finish: Callable[[Any, bool], None],
 ) -> tuple[Start, Finish]:
     """An all-reduce or a reduce-scatter; in a wider dtype where the transport has not this one."""
     op = launch.op
@@ -285,7 +302,7 @@ def _reduction(
 
     def wait(pending: tuple[Any, Tensor]) -> Tensor:
         work, out = pending
-        finish(work)
+        finish(work, out.is_cuda)
         return out if carried is dtype else out.to(dtype)
 
     return start, wait
@@ -298,7 +315,7 @@ def _reduce_scatter(
     dtype: torch.dtype,
     carried: torch.dtype,
     shape: torch.Size,
-    finish: Callable[[Any], None],
+    finish: Callable[[Any, bool], None],
 ) -> tuple[Start, Finish]:
     """On the CPU as an all-to-all and a local sum: gloo's own sends twice the bytes. Elsewhere the backend's own."""
     swap, swap_options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
@@ -320,7 +337,7 @@ def _reduce_scatter(
 
     def wait(pending: tuple[Any, Tensor]) -> Tensor:
         work, out = pending
-        finish(work)
+        finish(work, out.is_cuda)
         if out.device.type == "cpu":
             terms = out.view(n, -1)
             out = terms.sum(0, dtype=out.dtype) if op == "sum" else terms.amax(0) if op == "max" else terms.amin(0)
@@ -344,27 +361,25 @@ class _Board:
         number = store.add(f"megalith/boards/{rank}", 1)
         self.store = dist.PrefixStore(f"megalith/{number}", store)
         self.n_agreed = 0
-        self.reported = False
+        self.turn = 0
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Lets the other ranks know of an exception within; to go on after it withdraws the report."""
+        """Lets the other ranks know of an exception within.
+
+        All ranks come here equally often. A report counts for those that are no further: an exception that is the same
+        everywhere, and put right, is no failure.
+        """
+        self.turn += 1
         try:
-            if self.reported:
-                self.report("", -1)
             yield
         except BaseException as error:
             lines = str(error).strip().splitlines()
-            self.report(f"{type(error).__name__}: {lines[0] if lines else ''}", 1)
+            with suppress(RuntimeError):  # the store may be what has failed
+                note = f"{type(error).__name__}: {lines[0] if lines else ''}"
+                self.store.set(f"failed/{self.rank}", f"{self.turn} {note}")
+                self.store.add("failures", 1)
             raise
-
-    def report(self, note: str, change: int) -> None:
-        try:
-            self.store.set(f"failed/{self.rank}", note)
-            self.store.add("failures", change)
-            self.reported = change > 0
-        except RuntimeError:  # the store may be what has failed
-            pass
 
     def failures(self) -> str:
         """What other ranks have reported, as the rest of a message."""
@@ -372,13 +387,13 @@ class _Board:
             if not self.store.add("failures", 0):
                 return ""
             others = [r for r in range(self.n) if r != self.rank and self.store.check([f"failed/{r}"])]
-            notes = {r: self.store.get(f"failed/{r}").decode() for r in others}
-            return "".join(f"\n  rank {r} failed: {note}" for r, note in notes.items() if note)
+            notes = [(r, *self.store.get(f"failed/{r}").decode().split(" ", 1)) for r in others]
+            return "".join(f"\n  rank {r} failed: {note}" for r, turn, note in notes if int(turn) >= self.turn)
         except RuntimeError:
             return "\n  the store of the process group does not answer: has the process that holds it ended?"
 
     def wait(self, work: Any, what: _What) -> None:
-        """Wait for a collective; on a GPU only its stream waits."""
+        """Wait for a collective."""
         began = time.monotonic()
         while True:
             try:
