@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megalith.core import _compat
-from megalith.sharding.graph import Call, Graph, Node, Ref, map_refs
+from megalith.sharding.graph import Call, Graph, Local, Node, Ref, map_refs
 
 __all__ = ["run_graph"]
 
@@ -39,6 +39,8 @@ def run_graph(
             pass
         elif isinstance(node.op, Call):
             outs = run_graph(node.op.block.graph, args)
+        elif isinstance(node.op, Local):
+            raise TypeError(f"{node.name} runs on shards: whole tensors do not do")
         else:
             outs = node.op(*args, **kwargs)
             if _compat.returns_one_tensor(node.op):

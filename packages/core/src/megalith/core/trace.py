@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -200,6 +200,8 @@ class Tracer(TorchDispatchMode):
         if not self.raw:
             op = _RENAMED.get(op, op)
             node_kwargs = {k: v for k, v in node_kwargs.items() if k not in _IGNORED_KWARGS}
+        if not isinstance(out, (torch.Tensor, tuple, list)):
+            return  # a number that torch asks for on the way, such as whether two sizes agree
         outs = (out,) if isinstance(out, torch.Tensor) else tuple(out)
         values = tuple(self.new_value(o) if isinstance(o, torch.Tensor) else -1 for o in outs)
         self.frame.nodes.append(Node(op, node_args, node_kwargs, values, self.origin()))
@@ -426,29 +428,27 @@ def _trace(
 
 def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
     """Traces a graph with mutations once more, through torch's functionalisation."""
-    from megalith.core.interpret import run_graph
-
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     tracer = Tracer(use_blocks=False)
+    graph = _trace(tracer, functional(tracer, raw.graph), tuple(leaves), {}, None, None, None).graph
+    return Traced(replace(graph, names=raw.graph.names), raw.in_spec, raw.out_spec, raw.modules)
 
-    def replay(node: Node, args: tuple[Any, ...]) -> Any:
-        """Markers and code on shards are recorded as they are; of other ops the origin is kept."""
+
+def functional(tracer: Tracer, graph: Graph) -> Callable[..., tuple[Any, ...]]:
+    """A function that runs a raw graph without its mutations, to be traced by `tracer`.
+
+    Markers and code on shards are recorded as they are; other ops keep their origins.
+    """
+    from megalith.core.interpret import run_graph
+
+    def special(node: Node, args: tuple[Any, ...]) -> Any:
         tracer.replayed = node.origin
-        if isinstance(node.op, Local):
-            types = [raw.graph.types[o] for o in node.outputs]
-            return _compat.below_functionalize(lambda *x: tracer.call(node.op, x, types), args)
-        if node.op in (markers.constrain, markers.like):
-            return (_compat.below_functionalize(lambda *x: tracer.mark(node.op, *x), args),)
+        op = node.op
+        if isinstance(op, Local):
+            types = [graph.types[o] for o in node.outputs]
+            return _compat.below_functionalize(lambda *x: tracer.call(op, x, types), args)
+        if op is markers.constrain or op is markers.like:
+            return (_compat.below_functionalize(lambda *x: tracer.mark(op, *x), args),)
         return NotImplemented
 
-    again = torch.func.functionalize(lambda *tensors: tuple(run_graph(raw.graph, tensors, replay)))
-    traced = _trace(tracer, again, tuple(leaves), {}, None, None, None)
-    graph = Graph(
-        traced.graph.inputs,
-        raw.graph.names,
-        traced.graph.nodes,
-        traced.graph.outputs,
-        traced.graph.types,
-        traced.graph.constants,
-    )
-    return Traced(graph, raw.in_spec, raw.out_spec, raw.modules)
+    return torch.func.functionalize(lambda *tensors: tuple(run_graph(graph, tensors, special)))

@@ -14,6 +14,8 @@ from megalith.core.trace import current_tracer
 
 __all__ = ["grad", "grad_and_value"]
 
+_open: list[object] = []  # calls of `grad_and_value` whose function runs now
+
 
 def grad_and_value(
     fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
@@ -22,7 +24,7 @@ def grad_and_value(
 
     It traces what `torch.func` cannot (checkpointing, autograd functions of the old kind, modules that write buffers),
     and the gradient of a parameter has its parameter's layout. A parameter that the value does not depend on has
-    a gradient of zeros. Inside another transform of `torch.func` it is torch's own.
+    a gradient of zeros. Inside of itself and of the transforms of `torch.func` it is torch's own.
 
     Args:
         fn: a function that returns a scalar, or a pair of a scalar and anything when `has_aux`.
@@ -34,7 +36,7 @@ def grad_and_value(
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if _compat.functorch_levels():
+        if _open or _compat.functorch_levels():
             return torch.func.grad_and_value(fn, argnums, has_aux)(*args, **kwargs)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         originals, spec = pytree.tree_flatten([args[n] for n in numbers])
@@ -48,6 +50,7 @@ def grad_and_value(
         tracer = current_tracer()
         if tracer is not None:
             tracer.differentiating += 1
+        _open.append(wrapped)
         try:
             with torch.enable_grad():
                 out = fn(*new_args, **kwargs)
@@ -58,6 +61,7 @@ def grad_and_value(
                     value, [leaves[i] for i in wanted], allow_unused=True, materialize_grads=True
                 )
         finally:
+            _open.pop()
             if tracer is not None:
                 tracer.differentiating -= 1
         grads: list[Any] = [None] * len(leaves)
