@@ -17,6 +17,7 @@ from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of,
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
 from megalith.core.passes import bucket, donate, overlap
+from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
 from megalith.core.trace import Traced, current_tracer, trace
@@ -170,6 +171,11 @@ class Sharded:
         """The peak memory per rank of a call with these whole arguments, and what is alive at it."""
         return memory(self.program(*args, **kwargs))
 
+    def cost(self, *args: Tree, device: str | Device = "H100", **kwargs: Tree) -> CostReport:
+        """The predicted seconds of a call with these whole arguments on a device, and what they are made of."""
+        chosen = DEVICES[device] if isinstance(device, str) else device
+        return cost(self.program(*args, **kwargs), chosen)
+
     # --- the way there ---
 
     def _bind(self, args: Any, kwargs: Any) -> list[Leaf]:
@@ -270,8 +276,8 @@ def shard(
         donate: arguments that are not used after the call: the outputs that take their place reuse their memory.
         strict: whether a collective that no spec asked for is an error.
         sizes: sizes of factors that patterns name without saying.
-        backend: "virtual" (all ranks in this process), "distributed" (a process a rank) or a backend;
-            by default distributed where torch.distributed is initialised, else virtual.
+        backend: "virtual" (all ranks in this process), "distributed" (a process a rank), "count" (nothing runs) or a
+            backend; by default distributed where torch.distributed is initialised, else virtual.
 
     Returns:
         a `Sharded`: call it with shards as its `place` gives them.

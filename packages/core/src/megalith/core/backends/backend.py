@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -12,9 +13,9 @@ from megalith.core.backends import lockstep
 from megalith.core.backends.virtual import run_virtual
 from megalith.core.program import Program
 from megalith.sharding.layout import Layout
-from megalith.sharding.mesh import Mesh
+from megalith.sharding.mesh import Mesh, MeshError
 
-__all__ = ["Backend", "PerRank", "Virtual", "choose_backend"]
+__all__ = ["Backend", "Count", "PerRank", "Virtual", "choose_backend"]
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,53 @@ class Virtual:
         return run
 
 
+class Count:
+    """Nothing runs and nothing is held: programs are made for rank 0 alone, to be asked. Shards are on `meta`.
+
+    >>> Count(Mesh("dp=1024")).ranks
+    (0,)
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.ranks: tuple[int, ...] = (0,)
+
+    def scatter(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return torch.empty(layout.local_shape(0), dtype=tensor.dtype, device="meta")
+
+    def gather(self, shards: Any, layout: Layout) -> torch.Tensor:
+        return torch.empty(layout.shape, dtype=shards.dtype, device="meta")
+
+    def local_shape(self, shards: Any) -> tuple[int, ...]:
+        return tuple(shards.shape)
+
+    def load(self, programs: Mapping[int, Program]) -> Callable[[Sequence[Any]], list[Any]]:
+        def run(inputs: Sequence[Any]) -> list[Any]:
+            raise RuntimeError(
+                "the count backend runs nothing; ask .program(...), .explain(...), .memory(...) or .cost(...), "
+                "or shard with backend='virtual'"
+            )
+
+        return run
+
+
 def choose_backend(name: str | None, mesh: Mesh) -> Backend:
     """The backend of this name, or the one that fits where the process runs."""
     if name is None:
         dist = torch.distributed
         name = "distributed" if dist.is_available() and dist.is_initialized() else "virtual"
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if name == "virtual" and started > 1:
+            raise MeshError(
+                f"{started} processes were started, but torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group() before shard(...), or say backend='virtual'"
+            )
     if name == "virtual":
         return Virtual(mesh)
+    if name == "count":
+        return Count(mesh)
     if name == "distributed":
         from megalith.core.backends.process import Process
 
         return Process(mesh)
-    raise ValueError(f"there is no backend {name!r}; write 'virtual' or 'distributed'")
+    raise ValueError(f"there is no backend {name!r}; write 'virtual', 'distributed' or 'count'")
