@@ -58,6 +58,18 @@ def _copy(x: Tensor, source: Tensor, *_: Any) -> Tensor:
     return source.to(x.dtype).expand(x.shape)
 
 
+@_decomposes(aten.diagonal_scatter.default)
+def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    whole = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(n, device=x.device) for n in whole.shape[-2:])
+    before = max(-offset, 0)
+    after = whole.shape[-2] - before - source.shape[-1]
+    if before or after:
+        source = torch.nn.functional.pad(source, (before, after))
+    on_diagonal = columns - rows[:, None] == offset
+    return torch.where(on_diagonal, source.unsqueeze(-1), whole).movedim((-2, -1), (dim1, dim2))
+
+
 @_decomposes(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def _view(x: Tensor, shape: Sequence[int], *_: Any) -> Any:
     if tuple(shape) == tuple(x.shape):
