@@ -43,14 +43,14 @@ class Input:
         used: for a parameter, its layout while it computes; gathered at use, once a phase.
         grad: the layout of its gradient.
         is_parameter: parameters are stationary: where layouts conflict, the others move.
-        cause: the spec that decided, for explanations.
+        cause: the spec that decided, for explanations; not part of equality, so that blocks are shared.
     """
 
     stored: Layout
     used: Layout | None = None
     grad: Layout | None = None
     is_parameter: bool = False
-    cause: str = ""
+    cause: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
