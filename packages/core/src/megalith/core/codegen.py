@@ -38,7 +38,7 @@ class Collectives(Protocol):
         """Two functions for a collective of a program: one starts it on a buffer, one awaits what that gave."""
 
 
-_compiled: dict[tuple[int, int], Run] = {}
+_compiled: dict[tuple[int, int], tuple[Run, Collectives | None]] = {}  # both kept: no other gets the same id
 _names = itertools.count()
 
 
@@ -62,9 +62,9 @@ def compile_program(program: Program, collectives: Collectives | None = None) ->
                 f"the program has {len(program.collectives)} collectives and nothing to carry them out; "
                 "pass compile_program(program, collectives), such as a Distributed(mesh)"
             )
-        _compiled[key] = _compile(program, collectives)
+        _compiled[key] = _compile(program, collectives), collectives
         weakref.finalize(program, _compiled.pop, key, None)
-    return _compiled[key]
+    return _compiled[key][0]
 
 
 def _compile(program: Program, collectives: Collectives | None) -> Run:

@@ -387,8 +387,9 @@ class _Board:
             if not self.store.add("failures", 0):
                 return ""
             others = [r for r in range(self.n) if r != self.rank and self.store.check([f"failed/{r}"])]
-            notes = [(r, *self.store.get(f"failed/{r}").decode().split(" ", 1)) for r in others]
-            return "".join(f"\n  rank {r} failed: {note}" for r, turn, note in notes if int(turn) >= self.turn)
+            notes = {r: self.store.get(f"failed/{r}").decode().split(" ", 1) for r in others}
+            current = {r: note for r, (turn, note) in notes.items() if int(turn) >= self.turn}
+            return "".join(f"\n  rank {r} failed: {note}" for r, note in current.items())
         except RuntimeError:
             return "\n  the store of the process group does not answer: has the process that holds it ended?"
 
