@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,7 +205,8 @@ class Sharded:
         key = tuple(leaf.key for leaf in leaves), pytree.tree_structure((args, kwargs))
         found = self._cache.get(key)
         if found is None:
-            found = self._build(leaves, args, kwargs)
+            with _collecting_no_garbage():
+                found = self._build(leaves, args, kwargs)
             self._cache[key] = found
         return found
 
@@ -237,6 +240,18 @@ class Sharded:
 
     def _parse_marker(self, pattern: str, shape: tuple[int, ...]) -> Layout:
         return Layout.parse(pattern, shape, self.mesh, self.sizes, "a constrained value")
+
+
+@contextlib.contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Python's cycle collector would walk the growing program again and again, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
