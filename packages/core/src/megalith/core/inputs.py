@@ -120,7 +120,7 @@ def resolve_leaves(
         mesh,
         sizes,
         aliases={name: _tails(name) for name in tensors},
-        states=[name for name, leaf in tensors.items() if leaf.parameter is None],
+        states={name for name, leaf in tensors.items() if leaf.parameter is None},
         modules=modules,
         complete=complete,
     )

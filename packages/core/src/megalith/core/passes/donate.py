@@ -7,6 +7,7 @@ updated where it lies; its old value is gone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from megalith.core import ops
 from megalith.core.program import Compute, Instruction, Program, reads
-from megalith.sharding.graph import Ref, op_name, refs
+from megalith.sharding.graph import op_name, refs
 
 __all__ = ["donate"]
 
@@ -64,5 +65,5 @@ def _shared(program: Program) -> set[int]:
             for ref in refs(instruction.args):
                 if program.last_use.get(instruction.outputs[0], -1) > program.last_use.get(ref.id, -1):
                     shared.add(ref.id)
-    outputs = [r.id for r in refs(program.outputs) if isinstance(r, Ref)]
-    return shared | {slot for slot in outputs if outputs.count(slot) > 1}
+    times = Counter(r.id for r in refs(program.outputs))
+    return shared | {slot for slot, n in times.items() if n > 1}
