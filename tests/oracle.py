@@ -28,7 +28,5 @@ def same_on_mesh(fn, *args, mesh: str, specs: dict[str, str] | None = None, **kw
 def counts(program: Program, phase: str = "") -> dict[str, int]:
     """How many collectives there are of each kind, as `{"all_reduce tp": 4}`."""
     return dict(
-        Counter(
-            f"{c.kind} {' '.join(c.axes)}" for c in program.collectives if not phase or c.origin.phase == phase
-        )
+        Counter(f"{c.kind} {' '.join(c.axes)}" for c in program.collectives if not phase or c.origin.phase == phase)
     )

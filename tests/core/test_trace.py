@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import close, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,6 @@ from megalith.core.clean import clean
 from megalith.core.interpret import run_graph
 from megalith.core.trace import TraceError, trace
 from megalith.sharding import markers
-from oracle import close, randn
 
 
 def leaves(tree):

@@ -7,7 +7,8 @@ reads the block's inputs, what the forward saved, and the cotangents; views are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,11 +82,12 @@ class _Traced:
 
 @dataclass
 class BlockTable:
-    """The blocks of one trace by key, how often each was traced, and which keys turned out not to repeat."""
+    """The blocks of one trace by key, which were traced twice alike, and which keys turned out not to repeat."""
 
     found: dict[Any, _Traced] = field(default_factory=dict)
     verified: set[Any] = field(default_factory=set)
     refused: set[Any] = field(default_factory=set)
+    numbered: set[Any] = field(default_factory=set)  # blocks that read their own number: each is another program
 
 
 def _call_block(tracer: Tracer, module: torch.nn.Module, path: str, args: Any, kwargs: Any) -> Any:
@@ -106,14 +108,20 @@ def _call_block(tracer: Tracer, module: torch.nn.Module, path: str, args: Any, k
         tuple(tracer.anchor(tracer.module_names.get(id(m), "")) for m in list(module.modules())[1:]),
     )
     table: BlockTable = tracer.blocks
+    if key in table.numbered:
+        key = (key, _numbers(module))
     if key in table.refused:
         return _INLINE
     traced = table.found.get(key)
     if traced is None or key not in table.verified:
         try:
-            again = _trace_block(tracer, module, path, list(named), leaves, spec, tensors)
+            with _watched(module) as reads:
+                again = _trace_block(tracer, module, path, list(named), leaves, spec, tensors)
         except CapturedTensor:
             again = None
+        if reads and traced is None:
+            table.numbered.add(key)
+            key = (key, _numbers(module))
         if again is None or (traced is not None and not _same(traced, again)):
             table.refused.add(key)
             return _INLINE
@@ -136,18 +144,53 @@ def _aliasing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 _OWN_NUMBER = {"layer_idx", "layer_id", "layer_index", "block_idx", "layer_number"}
 
 
+def _numbers(module: torch.nn.Module) -> Any:
+    return tuple(child.__dict__.get(attribute) for child in module.modules() for attribute in sorted(_OWN_NUMBER))
+
+
+@contextlib.contextmanager
+def _watched(module: torch.nn.Module) -> Iterator[list[str]]:
+    """Notes each read of a layer's own number while the module runs."""
+    reads: list[str] = []
+
+    def property_of(attribute: str) -> property:
+        def get(self: torch.nn.Module) -> Any:
+            reads.append(attribute)
+            if attribute not in self.__dict__:
+                raise AttributeError(attribute)
+            return self.__dict__[attribute]
+
+        return property(get, lambda self, value: self.__dict__.__setitem__(attribute, value))
+
+    watched = {(type(child), a) for child in module.modules() for a in _OWN_NUMBER & child.__dict__.keys()}
+    set_here = [(cls, attribute) for cls, attribute in watched if not hasattr(cls, attribute)]
+    reads.extend(attribute for cls, attribute in watched if hasattr(cls, attribute))  # cannot be watched
+    for cls, attribute in set_here:
+        setattr(cls, attribute, property_of(attribute))
+    try:
+        yield reads
+    finally:
+        for cls, attribute in set_here:
+            delattr(cls, attribute)
+
+
+_CONTENTS = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+
+
 def _fingerprint(module: torch.nn.Module) -> Any:
     """What has to be equal for two modules to be one program: classes and settings, but not a layer's number."""
     parts: list[Any] = []
     for name, child in module.named_modules():
         settings: list[tuple[str, Any]] = []
         for attribute, value in sorted(child.__dict__.items()):
-            if attribute.startswith("_") or attribute in _OWN_NUMBER:
+            if attribute in _CONTENTS or attribute in _OWN_NUMBER:
                 continue
             if isinstance(value, _PLAIN):
                 settings.append((attribute, value))
             elif isinstance(value, (tuple, list)) and all(isinstance(v, _PLAIN) for v in value):
                 settings.append((attribute, tuple(value)))
+            elif isinstance(value, dict) and attribute.startswith("_"):  # hooks
+                settings.append((attribute, tuple(map(id, value.values()))))
             elif not isinstance(value, (torch.Tensor, torch.nn.Module)):
                 settings.append((attribute, id(value)))
         parts.append((name, type(child), tuple(settings)))
@@ -182,7 +225,10 @@ def _trace_block(
         rest = iter(mine[len(names) :])
         new_leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(new_leaves, spec)
+        versions = [fake._version for fake in mine]
         out = torch.func.functional_call(module, state, args, kwargs)
+        if versions != [fake._version for fake in mine]:
+            raise NoBlocks("a block writes into what it is given")
         outs, out_spec = pytree.tree_flatten(out)
         out_tensors = [o for o in outs if isinstance(o, torch.Tensor)]
         out_values = [tracer.value_of(o) for o in out_tensors]

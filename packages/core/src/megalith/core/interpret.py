@@ -38,7 +38,7 @@ def run_graph(
         if outs is not NotImplemented:
             pass
         elif isinstance(node.op, Call):
-            outs = run_graph(node.op.block.graph, args)
+            outs = [o for o in run_graph(node.op.block.graph, args) if o is not None]  # a gradient may be None
         elif isinstance(node.op, Local):
             raise TypeError(f"{node.name} runs on shards: whole tensors do not do")
         else:
