@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megalith.core import _compat
 from megalith.core._compat import pytree
 from megalith.core.clean import clean
 from megalith.core.markers import constrain
@@ -97,7 +96,7 @@ def _call_block(tracer: Tracer, module: torch.nn.Module, path: str, args: Any, k
         return _INLINE
     tensors = [*named.values(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
     constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    key = (
+    key: Any = (
         _fingerprint(module),
         tuple(named),
         spec,
