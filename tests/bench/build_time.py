@@ -2,8 +2,8 @@
 
     nox -s bench -- build-time
 
-Llama-3-70B's shapes on Mesh("dp=8 tp=8"), a whole training step with AdamW on the count backend: trace, partition, lower
-and passes, in CPU-seconds of a fresh process; then the same with 200 layers.
+Llama-3-70B's shapes on Mesh("dp=8 tp=8"), a whole training step with AdamW on the count backend: trace, partition,
+lower and passes, in CPU-seconds of a fresh process, the least of three; then the same with 200 layers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megalith.models.quickstart import SPECS
 from megalith.sharding import Mesh
 
 LAYERS = (80, 200)
+ROUNDS = 3
 
 
 def build(n_layers: int) -> dict[str, float]:
@@ -63,10 +64,12 @@ def main() -> int:
     table = Table(
         "build-time", {"layers": "d", "CPU s": ".2f", "instructions": "d", "collectives": "d", "GB resident": ".2f"}
     )
-    found = {}
-    for n_layers in LAYERS:
+    found: dict[int, dict[str, float]] = {}
+    for n_layers in LAYERS * ROUNDS:  # in turn: the least of several runs is what the work itself takes
         run = subprocess.run([sys.executable, __file__, str(n_layers)], capture_output=True, text=True, check=True)
-        found[n_layers] = json.loads(run.stdout.splitlines()[-1])
+        this = json.loads(run.stdout.splitlines()[-1])
+        found[n_layers] = min(this, found.get(n_layers, this), key=lambda f: f["seconds"])
+    for n_layers in LAYERS:
         table.row(n_layers, *(found[n_layers][key] for key in ("seconds", "instructions", "collectives", "gigabytes")))
     short, long = (found[n] for n in LAYERS)
     table.target("80 layers: CPU-seconds", short["seconds"], 10, "<=")

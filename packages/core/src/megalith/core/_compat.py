@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 

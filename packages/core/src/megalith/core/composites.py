@@ -8,6 +8,7 @@ of `torch.func` that needs more than one reverse derivative they are written out
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +47,15 @@ def _sdpa_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 
 def _sdpa_backward_cpu(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> Any:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         g, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
@@ -70,7 +79,15 @@ def _sdpa_any(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 
 
 def _sdpa_backward_any(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, causal: bool, scale: float
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
 ) -> Any:
     p = (_scores(q, k, mask, causal, scale) - lse[..., None]).exp()
     dv = p.transpose(-1, -2) @ g
@@ -108,7 +125,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, mask, out, lse)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
         q, k, v, mask, out, lse = ctx.saved_tensors
         grads = torch.ops.megalith.sdpa_backward(g, q, k, v, mask, out, lse, ctx.causal, ctx.scale)
         return *grads, None, None, None
@@ -131,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
         logits, target, lse = ctx.saved_tensors
         g = g.unsqueeze(-1)
         return ((logits - lse).exp() * g).scatter_add(-1, target.unsqueeze(-1), -g), None
@@ -194,7 +211,7 @@ def _cross_entropy(
     return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
 
 
-_COMPOSITES = {F.scaled_dot_product_attention: _attention, F.cross_entropy: _cross_entropy}
+_COMPOSITES: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attention, F.cross_entropy: _cross_entropy}
 
 
 class Intercept(TorchFunctionMode):

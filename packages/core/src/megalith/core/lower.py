@@ -26,8 +26,8 @@ def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None)
     """The program of one rank.
 
     Takes a partition. Gives instructions on local shards: each run with its shape arguments made local, each move as
-    its planned steps, packed, launched, awaited and unpacked. After this, all ranks of a group have the same collectives
-    in the same order.
+    its planned steps, packed, launched, awaited and unpacked. After this, all ranks of a group have the same
+    collectives in the same order.
 
     Args:
         partition: the graph laid out.
@@ -229,7 +229,8 @@ class _Builder:
     def step(self, step: Step, slot: int, move: Move) -> int:
         dtype = self.types[slot].dtype
         how = recipe(step, self.rank)
-        buffer = self.transport(how, how.pack, slot, move) if step.kind != "exchange" else self._pack(step, how, slot, move)
+        packed = self._pack_exchange if step.kind == "exchange" else self._pack
+        buffer = packed(step, how, slot, move)
         if step.kind in ("slice", "zero"):
             return buffer
         n = len(how.peers)
@@ -269,6 +270,9 @@ class _Builder:
         return self.transport(how, how.unpack, result, move)
 
     def _pack(self, step: Step, how: StepRecipe, slot: int, move: Move) -> int:
+        return self.transport(how, how.pack, slot, move)
+
+    def _pack_exchange(self, step: Step, how: StepRecipe, slot: int, move: Move) -> int:
         out = self.new_slot((sum(how.send_sizes),), self.types[slot].dtype)
         fn = _named("pack_exchange", pack, step, self.rank)
         self.instructions.append(Compute(fn, (Ref(slot),), {}, (out,), move.origin))

@@ -30,11 +30,11 @@ class _Marker(torch.autograd.Function):
         _, ctx.op, ctx.extra = inputs
 
     @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
         return _Marker.apply(g, ctx.op, ctx.extra), None, None
 
     @staticmethod
-    def jvp(ctx: Any, g: torch.Tensor, *_: Any) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, g: torch.Tensor, *_: Any) -> torch.Tensor:
         return g.view_as(g)
 
     @staticmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megalith.sharding.graph import Origin, Ref, TensorType, map_refs, refs
+from megalith.sharding.graph import NOWHERE, Origin, Ref, TensorType, map_refs, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 
@@ -25,7 +25,7 @@ class Compute:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[int, ...]
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Wait:
 
     pending: int
     output: int
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
 
 
 Instruction = Compute | Launch | Wait

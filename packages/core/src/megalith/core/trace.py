@@ -15,10 +15,10 @@ from megalith.core import _compat
 from megalith.core._compat import FakeTensorMode, TorchDispatchMode, pytree
 from megalith.core.decompose import DECOMPOSITIONS, FACTORIES, IDENTITIES
 from megalith.sharding import markers
+from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.rule import has_rule
 from megalith.sharding.specs import resolve
-from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType
 
 __all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
 

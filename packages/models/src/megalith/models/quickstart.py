@@ -87,8 +87,7 @@ def train(settings: Settings, tokens: torch.Tensor, rank: int) -> dict[str, Any]
     """What each process of the mesh does."""
     mesh = Mesh(settings.mesh)
     model, params, optimizer = build(settings)
-    specs = {key: pattern for key, pattern in SPECS.items()}
-    step = shard(make_step(model, optimizer), mesh, on_axes(specs, mesh), donate=("params", "opt_state"))
+    step = shard(make_step(model, optimizer), mesh, on_axes(SPECS, mesh), donate=("params", "opt_state"))
     params, opt_state = step.place(params, optimizer.init(params))
     losses, seconds = [], []
     program, measured = None, 0
@@ -151,7 +150,8 @@ def train_alone(settings: Settings, tokens: torch.Tensor) -> tuple[list[float], 
 
 
 def _progress(total: int, text: str, enabled: bool) -> Progress:
-    columns = (TextColumn(f"{text:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[loss]}"))
+    loss = TextColumn("{task.fields[loss]}")
+    columns = (TextColumn(f"{text:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss)
     return Progress(*columns, disable=not enabled, console=Console(stderr=False))
 
 
@@ -219,9 +219,9 @@ def main(arguments: list[str] | None = None) -> int:
     ranks = launch(settings, tokens)
     console.print("\nWhat it communicates in a step, and why (explain):\n")
     console.print(ranks[0]["explanation"], highlight=False, soft_wrap=True)
-    console.print("\nPeak memory per rank, MB: " + "   ".join(
-        f"rank {r}: predicted {i['predicted'] / 1e6:.1f}, measured {i['measured'] / 1e6:.1f}" for r, i in enumerate(ranks)
-    ))
+    console.print("\nPeak memory per rank, predicted and measured, MB:")
+    for number, rank in enumerate(ranks):
+        console.print(f"  rank {number}: {rank['predicted'] / 1e6:7.2f} {rank['measured'] / 1e6:7.2f}", highlight=False)
     alone, alone_seconds = train_alone(settings, tokens)
     sharded = ranks[0]["losses"]
     plot(out / "loss.png", sharded, alone, settings.mesh)

@@ -11,7 +11,7 @@ import torch
 
 from megalith.sharding.layout import Layout
 
-__all__ = ["Block", "Call", "Graph", "Local", "Node", "Origin", "Ref", "TensorType", "map_refs", "refs"]
+__all__ = ["NOWHERE", "Block", "Call", "Graph", "Local", "Node", "Origin", "Ref", "TensorType", "map_refs", "refs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,9 @@ class Origin:
     module: str = ""
     source: str = ""
     phase: str = "forward"
+
+
+NOWHERE = Origin()
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Node:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[int, ...]
-    origin: Origin = Origin()
+    origin: Origin = NOWHERE
 
     @property
     def name(self) -> str:

@@ -108,10 +108,13 @@ class _Rank:
         return [map_refs(output, self.read) for output in self.program.outputs]
 
 
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
 def _reduce(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     total = tensors[0]
     for other in tensors[1:]:
-        total = total + other if op == "sum" else torch.maximum(total, other) if op == "max" else torch.minimum(total, other)
+        total = _COMBINE[op](total, other)
     return total
 
 

@@ -1,7 +1,7 @@
 """Which small collectives travel together? All-reduces below a size, side by side in one buffer.
 
-Takes a program. Gives one in which small all-reduces over one group and of one dtype are joined, as far as none waits for
-another: each costs a message otherwise. Large ones stay alone: a copy of them would cost more than it saves.
+Takes a program. Gives one in which small all-reduces over one group and of one dtype are joined, as far as none waits
+for another: each costs a message otherwise. Large ones stay alone: copying them would cost more than it saves.
 """
 
 from __future__ import annotations

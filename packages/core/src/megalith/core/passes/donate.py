@@ -1,8 +1,8 @@
 """Which memory does a donated input lend to an output? A pass over a rank's program.
 
-Takes a program and pairs of donated inputs and the outputs that take their place. Gives the program with ops replaced by
-their in-place forms where an operand that nobody reads again can hold the result. After this, a donated parameter is
-updated where it lies; its old value is gone.
+Takes a program and pairs of donated inputs and the outputs that take their place. Gives the program with ops replaced
+by their in-place forms where an operand that nobody reads again can hold the result. After this, a donated parameter
+is updated where it lies; its old value is gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When do collectives run? As early as their operand is there, awaited as late as their result is read.
 
-Takes a program. Gives the same instructions in another order. After this, a reduction is launched right after the op that
-makes its operand, and every wait stands right before the first reader of what arrives: what lies between overlaps.
+Takes a program. Gives the same instructions in another order. After this, a reduction is launched right after the op
+that makes its operand, and every wait stands right before the first reader of what arrives: what lies between overlaps.
 Gathers are not launched earlier than they were, since what they bring takes memory.
 """
 
