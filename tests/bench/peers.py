@@ -231,6 +231,8 @@ def megalith(rank: int, world_size: int, config: Config, axis: str, specs: dict[
         *state[:], value = sharded(*state, batch)
         return value.item()
 
+    program = sharded.compiled(*state, batch).programs[rank]
+    step.promised = program.bytes_received, len(program.collectives)  # type: ignore[attr-defined]
     return step
 
 
@@ -278,6 +280,7 @@ def measure_alone(rank: int, name: str, config: Config) -> dict[str, Any]:
         run()
     dist.barrier()
     counts = collectives(run)
+    promised = getattr(state["step"], "promised", None)
     state.update(step=None)
     memory = tensor_memory(build, run, run)[-1]
     return {
@@ -285,6 +288,7 @@ def measure_alone(rank: int, name: str, config: Config) -> dict[str, Any]:
         "rss": rss,
         "sent": wire.sent,
         "collectives": counts,
+        "promised": promised,
         "held": memory.start,
         "peak": memory.peak,
     }
@@ -315,6 +319,7 @@ def measure(config_name: str, world_size: int, names: list[str], rounds: int | N
         check_losses(name, losses, alone["unsharded"][0]["losses"])
     with Pool() as pool:
         seconds = merge(pool.run(measure_seconds, names, config, world_size=world_size, timeout=1200))
+    compare(config_name, world_size, {name: timing.wall for name, timing in seconds.items()}, table)
     for name in names:
         ranks = alone[name]
         n_active = sum(rank["losses"][0] is not None for rank in ranks)
@@ -333,15 +338,28 @@ def measure(config_name: str, world_size: int, names: list[str], rounds: int | N
             most["peak"] / 1e6,
             most["rss"] / 1e6,
         )
-        if (
-            name == "DDP"
-        ):  # one all-reduce of every gradient: what is measured has to be the closed form and gloo's headers
+        if ranks[0]["promised"] is not None:  # what the program says is what goes over the wire, and gloo's headers
+            payload, n_collectives = ranks[0]["promised"]
+            headers = gloo_header_bytes(payload, n_collectives, world_size)
+            what = f"{config_name}, {name} on {world_size}: bytes sent, promised {payload}"
+            table.target(what, most["sent"], payload + headers, "<=")
+            table.target(what, most["sent"], payload, ">=")
+        if name == "DDP":  # one all-reduce of every gradient: the closed form and gloo's headers
             with torch.device("meta"):
                 gradients = sum(4 * parameter.numel() for parameter in Llama(config).parameters())
             payload = 2 * gradients * (world_size - 1) // world_size
             headers = gloo_header_bytes(payload, sum(counts.values()), world_size)
             table.target(f"{config_name}, DDP on {world_size}: bytes sent", most["sent"], payload + headers, "<=")
             table.target(f"{config_name}, DDP on {world_size}: bytes sent", most["sent"], payload, ">=")
+
+
+def compare(config_name: str, world_size: int, wall: dict[str, float], table: Table) -> None:
+    """The targets on seconds, each against a peer of the same run."""
+    limits = [("megalith DP", "DDP", 1.0), ("megalith TP", "DTensor TP", 0.3 if config_name == "tiny" else 0.75)]
+    for ours, theirs, limit in limits:
+        if world_size == 2 and ours in wall and theirs in wall:
+            what = f"{config_name} on {world_size}: {ours}'s step as a part of {theirs}'s"
+            table.target(what, round(wall[ours] / wall[theirs], 3), limit, "<=")
 
 
 COLUMNS = {

@@ -40,7 +40,15 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
 
 
+def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Torch's kernel takes the last dim for dense, and gives wrong numbers where a slice or a transpose is not."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
+
+
 def _sdpa_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Any:
+    q, k, v = _dense(q, k, v)
+    if not q.numel():
+        return torch.zeros_like(q), q.new_zeros(q.shape[:-1])
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
     )
@@ -57,8 +65,11 @@ def _sdpa_backward_cpu(
     causal: bool,
     scale: float,
 ) -> Any:
+    if not g.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    g, q, k, v, out = _dense(g, q, k, v, out)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g, q, k, v, out, lse, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        g, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
     )
 
 
@@ -136,9 +147,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(logits: Tensor, target: Tensor) -> Any:
+        picked = logits.gather(-1, target.unsqueeze(-1))  # first, so that over shards it is summed with what follows
         peak = logits.amax(-1, keepdim=True)
         lse = peak + (logits - peak).exp().sum(-1, keepdim=True).log()
-        picked = logits.gather(-1, target.unsqueeze(-1))
         return (lse - picked).squeeze(-1), lse
 
     @staticmethod

@@ -231,7 +231,7 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: overlap(bucket(donate(lower(laid_out, rank), donated))) for rank in self.backend.ranks
+            rank: bucket(overlap(donate(lower(laid_out, rank), donated))) for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))

@@ -31,20 +31,22 @@ def bucket(program: Program, small: int = 256 << 10, limit: int = 4 << 20) -> Pr
         return program
     types = dict(program.types)
     waits = {i.pending: i for i in program.instructions if isinstance(i, Wait)}
-    last_of: dict[int, list[Launch]] = {}
-    dropped: set[int] = set()
-    for group in groups:
-        dropped.update(launch.pending for launch in group)
-        last_of[group[-1].pending] = group
+    group_of = {launch.pending: group for group in groups for launch in group}
+    unpacking: dict[int, list[Instruction]] = {}  # by the pending slot of a group's last launch
     out: list[Instruction] = []
     for instruction in program.instructions:
-        if isinstance(instruction, Launch) and instruction.pending in dropped:
-            if instruction.pending in last_of:
-                out.extend(_joined(last_of[instruction.pending], types, waits))
-        elif isinstance(instruction, Wait) and instruction.pending in dropped:
-            continue
-        else:
+        if not isinstance(instruction, (Launch, Wait)) or instruction.pending not in group_of:
             out.append(instruction)
+            continue
+        group = group_of[instruction.pending]
+        last = group[-1].pending
+        if isinstance(instruction, Wait):
+            out.extend(unpacking.pop(last, []))
+        elif instruction.pending == last:
+            packing, unpacking[last] = _joined(group, types, waits)
+            out.extend(packing)
+    for rest in unpacking.values():
+        out.extend(rest)
     return replace(program, instructions=_in_order(program, out), types=types)
 
 
@@ -82,8 +84,10 @@ def _groups(program: Program, small: int, limit: int) -> list[list[Launch]]:
     return done
 
 
-def _joined(group: list[Launch], types: dict[int, TensorType], waits: dict[int, Wait]) -> list[Instruction]:
-    """One all-reduce in the place of several."""
+def _joined(
+    group: list[Launch], types: dict[int, TensorType], waits: dict[int, Wait]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """One all-reduce in the place of several: what packs and launches it, and what awaits and unpacks it."""
     first, origin = group[0], group[-1].origin
     dtype = types[first.buffer].dtype
     sizes = [types[launch.buffer] for launch in group]
@@ -116,16 +120,16 @@ def _joined(group: list[Launch], types: dict[int, TensorType], waits: dict[int, 
             cause=f"{len(group)} small ones together; {first.cause}",
         )
     )
-    out.append(Wait(pending, result, origin))
+    after: list[Instruction] = [Wait(pending, result, origin)]
     start = 0
     for launch, kind in zip(group, sizes, strict=True):
         n = _numel(kind)
         piece = slot((n,))
-        out.append(Compute(aten.slice.Tensor, (Ref(result), 0, start, start + n), {}, (piece,), origin))
+        after.append(Compute(aten.slice.Tensor, (Ref(result), 0, start, start + n), {}, (piece,), origin))
         shaped = waits[launch.pending].output
-        out.append(Compute(aten.reshape.default, (Ref(piece), list(kind.shape)), {}, (shaped,), origin))
+        after.append(Compute(aten.reshape.default, (Ref(piece), list(kind.shape)), {}, (shaped,), origin))
         start += n
-    return out
+    return out, after
 
 
 def _numel(kind: TensorType) -> int:
