@@ -322,7 +322,7 @@ class _State:
         """For gradients, the layout that their marker will ask for, carried back through views to the producer."""
         for node in reversed(self.graph.nodes):
             if node.op is markers.like:
-                target = self.grad_layout(node.args[1].id)
+                target = self.compute_layout(node.args[1].id)
             elif node.op is markers.constrain:
                 target = self.parse(node.args[1], self.types[node.outputs[0]].shape)
             elif node.name in _VIEWS and node.outputs[0] in self.wanted:
@@ -335,6 +335,11 @@ class _State:
             else:
                 continue
             self.wanted.setdefault(node.args[0].id, target)
+
+    def compute_layout(self, value: int) -> Layout:
+        """Where a parameter is while it computes: what its gradient is made in; storage axes are scattered over after."""
+        given = self.inputs.get(self.root_of(value))
+        return replicated(self.types[value].shape, self.mesh) if given is None else given.used or given.stored
 
     def grad_layout(self, value: int) -> Layout | None:  # type: ignore[return]
         root = self.root_of(value)
@@ -595,7 +600,7 @@ def _extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim
             continue
         if _is_prefix(dim.digits, other.digits) and len(other.digits) > len(dim.digits):
             added = [d.axis for d in other.digits[len(dim.digits) :] if d.axis is not None]
-            finer = all(_is_prefix(o.digits, other.digits) for o, _, _ in held)
+            finer = all(len(o.segments) == 1 and _is_prefix(o.digits, other.digits) for o, _, _ in held)
             if finer and not any(a in taken for a in added):
                 taken.update(added)
                 return other
