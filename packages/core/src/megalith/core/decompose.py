@@ -362,6 +362,16 @@ def _min(x: Tensor) -> Tensor:
 # --- look-ups ---------------------------------------------------------------------------------
 
 
+@_decomposes(aten.index.Tensor)
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """Indices without dims, among others with, get some: fake tensors infer a wrong shape for the mixture."""
+    ranks = {index.ndim for index in indices if index is not None}
+    if 0 not in ranks or len(ranks) == 1:
+        return NotImplemented
+    shape = [1] * max(ranks)
+    return aten.index(x, [i.view(shape) if i is not None and i.ndim == 0 else i for i in indices])
+
+
 @_decomposes(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """Adding up is a sum, which a partial value passes through."""

@@ -11,7 +11,7 @@ import torch
 from megalith.sharding import markers
 from megalith.sharding.aten.index import index_dims
 from megalith.sharding.aten.shape import bounds
-from megalith.sharding.graph import Ref, TensorType
+from megalith.sharding.graph import Ref, TensorType, refs
 from megalith.sharding.partition import Run
 
 __all__ = ["LOCALIZE", "Emit", "identity"]
@@ -117,6 +117,36 @@ def _extremum(e: Emit) -> Changed:
     value = lowest if "max" in e.run.node.name else highest
     e.emit(aten.full.default, list(e.shape(e.outputs[0])), value, out=e.outputs[0], dtype=x.dtype)
     return None
+
+
+@_localizes("aten.convolution.default", "aten.convolution_backward.default")
+def _convolution(e: Emit) -> Changed:
+    """Without any channels of its own a rank's terms are zero; torch's kernels refuse that."""
+    if not any(0 in e.shape(ref) for ref in refs(e.args)):
+        return e.args, e.kwargs
+    for slot in e.outputs:
+        if slot >= 0:
+            e.emit(aten.full.default, list(e.shape(slot)), 0, out=slot, dtype=e.types[slot].dtype)
+    return None
+
+
+# --- kernels that read memory in order, whatever the strides -------------------------------------------
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """The same tensor in memory without gaps: shards and arrived buffers may be strided slices."""
+    return x.contiguous()
+
+
+@_localizes("aten.native_layer_norm_backward.default")
+def _layer_norm_backward(e: Emit) -> Changed:
+    g, x, shape, mean, rstd, *rest = e.args
+    return (g, x, shape, e.emit(dense, mean), e.emit(dense, rstd), *rest), e.kwargs
+
+
+@_localizes("aten.view_as_complex.default")
+def _view_as_complex(e: Emit) -> Changed:
+    return (e.emit(dense, e.args[0]),), e.kwargs
 
 
 # --- look-ups in a dim of which each rank holds a block -----------------------------------------------
@@ -269,6 +299,9 @@ def _scatter_add(e: Emit) -> Changed:
         return e.args, e.kwargs
     start, n = _block(e, 0, dim % len(e.shape(x)))
     local, outside = _own(e, index, start, n)
+    for d, length in enumerate(e.shape(index)):
+        if e.shape(src)[d] > length:
+            src = e.emit(aten.slice.Tensor, src, d, 0, length)
     kept = e.emit(aten.masked_fill.Scalar, src, outside, 0)
     e.emit(aten.scatter_add.default, x, dim, local, kept, out=e.outputs[0])
     return None

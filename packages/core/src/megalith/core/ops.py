@@ -27,19 +27,24 @@ _library.define("index_sum(Tensor values, Tensor?[] indices, int[] shape) -> Ten
 
 def _index_sum(values: Tensor, indices: Any, shape: Any) -> Tensor:
     """Zeros of a shape, and each value added where its index says: the transpose of `x[indices]`."""
-    return values.new_zeros(shape).index_put_(indices, values, accumulate=True)
+    return torch.ops.aten.index_put_(values.new_zeros(shape), indices, values, True)
 
 
 def _adamw_inplace(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, lr: Tensor, b1: float, b2: float, eps: float, wd: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if p.numel():
-        _compat.fused_adamw(p, g, m, v, step, lr, b1, b2, eps, wd)
+        dense = [t.contiguous() for t in (p, m, v)]  # torch's kernel reads memory in order, whatever the strides
+        _compat.fused_adamw(dense[0], g.contiguous(), dense[1], dense[2], step, lr, b1, b2, eps, wd)
+        for target, result in zip((p, m, v), dense, strict=True):
+            if result is not target:
+                target.copy_(result)
     return p, m, v
 
 
 def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _adamw_inplace(p.clone(), g, m.clone(), v.clone(), *rest)
+    own = [t.clone(memory_format=torch.contiguous_format) for t in (p, m, v)]
+    return _adamw_inplace(own[0], g, own[1], own[2], *rest)
 
 
 def _adamw_meta(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

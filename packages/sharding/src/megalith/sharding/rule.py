@@ -108,9 +108,8 @@ def parse_rule(text: str) -> Rule:
     blocked: set[str] = set()
 
     def side(part: str) -> tuple[Factors, ...]:
-        terms = part.split(",") if part.strip() else []
         found = []
-        for term in terms:
+        for term in part.split(","):
             names: list[str | None] = []
             for word in term.split():
                 if word.endswith("!"):
@@ -119,7 +118,8 @@ def parse_rule(text: str) -> Rule:
             found.append(tuple(names))
         return tuple(found)
 
-    return Rule(side(left), side(right), reduce=reduce, blocked=frozenset(blocked))
+    operands = side(left) if left.strip() else ()
+    return Rule(operands, side(right), reduce=reduce, blocked=frozenset(blocked))
 
 
 def has_rule(op: str) -> bool:

@@ -6,8 +6,6 @@ and the result is a partial sum.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from megalith.sharding.graph import Node, Ref, TensorType
@@ -35,37 +33,30 @@ def _embedding_backward(node: Node, operands: Types, outputs: Types) -> Rule:
 
 
 def _gather(node: Node, operands: Types, outputs: Types) -> Rule:
-    x, index = _along(operands[0], operands[1], node.args[1])
-    rule = Rule((x, index), (index,), indexed=frozenset("v"))
-    return replace(rule, blocked=_unequal(operands[0], operands[1], node.args[1]) | _boolean(operands[0], "v"))
+    batch, dim = _batch(node.args[1], operands)
+    x, index = (tuple(f if d == dim else b for d, b in enumerate(batch)) for f in ("v", "k"))
+    return Rule((x, index), (index,), indexed=frozenset("v"), blocked=_boolean(operands[0], "v"))
 
 
 def _scatter(node: Node, operands: Types, outputs: Types) -> Rule:
     """Adds into a dim of which each rank holds a block."""
-    x, index = _along(operands[0], operands[1], node.args[1])
-    blocked = _unequal(operands[0], operands[1], node.args[1]) | {"k"}
-    if len(operands) > 2:
-        blocked |= _unequal(operands[2], operands[1], node.args[1])
-    return Rule((x, *(index,) * (len(operands) - 1)), (x,), indexed=frozenset("v"), blocked=blocked)
+    batch, dim = _batch(node.args[1], operands)
+    x = tuple("v" if d == dim else b for d, b in enumerate(batch))
+    return Rule((x, *(batch,) * (len(operands) - 1)), (x,), indexed=frozenset("v"))
 
 
 def _overwrite(node: Node, operands: Types, outputs: Types) -> Rule:
     """Writes into a dim that is whole."""
-    return replace(_scatter(node, operands, outputs), blocked=_scatter(node, operands, outputs).blocked | {"v"})
+    batch, _ = _batch(node.args[1], operands)
+    return Rule((batch,) * len(operands), (batch,))
 
 
-def _along(x: TensorType, index: TensorType, dim: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    dim %= max(len(x.shape), 1)
-    return tuple(
-        tuple(name if d == dim else f"d{d}" for d in range(len(t.shape))) for t, name in ((x, "v"), (index, "k"))
-    )  # type: ignore[return-value]
-
-
-def _unequal(x: TensorType, index: TensorType, dim: int) -> frozenset[str]:
-    """The dims in which the index, or its source, is shorter: only a whole dim can be cut there."""
-    dim %= max(len(x.shape), 1)
-    pairs = enumerate(zip(x.shape, index.shape, strict=True))
-    return frozenset("k" if d == dim else f"d{d}" for d, (a, b) in pairs if a != b and d != dim)
+def _batch(dim: int, operands: Types) -> tuple[tuple[str | None, ...], int]:
+    """A factor for each dim but the indexed one; none where an operand is shorter: only a whole dim can be cut there."""
+    shapes = [t.shape for t in operands]
+    dim %= max(len(shapes[0]), 1)
+    alike = [len({shape[d] for shape in shapes}) == 1 for d in range(len(shapes[0]))]
+    return tuple(f"d{d}" if same and d != dim else None for d, same in enumerate(alike)), dim
 
 
 def _boolean(x: TensorType, name: str) -> frozenset[str]:
@@ -129,13 +120,12 @@ def _index_put(node: Node, operands: Types, outputs: Types) -> Rule:
     """Overwrites: what is indexed, and the indices, are whole."""
     refs = [r for r in node.args[1] if isinstance(r, Ref)]
     x, *indices, values = _index_parts(node.args[1], len(operands[0].shape), operands[1 : 1 + len(refs)])
+    sizes = dict(zip(x, outputs[0].shape, strict=True))
+    for factors, t in zip(indices, operands[1:], strict=False):
+        sizes.update(zip(factors, t.shape, strict=True))
     given = operands[-1].shape
-    values = values[len(values) - len(given) :]
-    full = outputs[0].shape
-    sizes = {f: n for f, n in zip(x, full, strict=True)}
-    values = tuple(
-        None if f is None or (f in sizes and sizes[f] != n) else f for f, n in zip(values, given, strict=True)
-    )
+    written = values[len(values) - len(given) :]  # aligned from the right, broadcast where of size one
+    values = tuple(f if sizes.get(f, n) == n else None for f, n in zip(written, given, strict=True))
     blocked = frozenset(f for f in (*x, *(f for i in indices for f in i), *values) if f is not None and f[0] in "vi")
     return Rule((x, *indices, values), (x,), blocked=blocked)
 

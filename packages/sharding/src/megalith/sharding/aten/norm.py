@@ -25,9 +25,8 @@ def _layer_norm_backward(node: Node, operands: tuple[TensorType, ...], outputs: 
     batch, inner = _split(len(operands[0].shape), len(node.args[2]))
     stats = batch + (None,) * len(inner)
     ins = (batch + inner, batch + inner, stats, stats, *(inner,) * (len(operands) - 4))
-    outs = tuple(batch + inner if t.shape == operands[0].shape else inner for t in outputs)
-    if batch and len(outputs) > 1 and outputs[0].shape == outputs[-1].shape:
-        outs = (batch + inner, *(inner,) * (len(outputs) - 1))
+    mask = node.args[7]
+    outs = (batch + inner,) * mask[0] + (inner,) * (mask[1] + mask[2])
     return Rule(ins, outs, blocked=frozenset(inner))
 
 

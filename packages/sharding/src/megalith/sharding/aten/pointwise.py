@@ -10,7 +10,7 @@ __all__ = ["POINTWISE", "pointwise"]
 POINTWISE = """
 abs acos acosh asin asinh atan atanh ceil cos cosh erf erfc erfinv exp exp2 expm1 floor frac gelu gelu_backward
 isinf isnan log log10 log1p log2 logical_not logit mish mish_backward neg reciprocal relu round rsqrt sgn sigmoid
-sigmoid_backward sign silu silu_backward sin sinh softplus softplus_backward sqrt square tan tanh tanh_backward trunc
+sigmoid_backward sign silu silu_backward sin sinh softplus softplus_backward sqrt tan tanh tanh_backward trunc
 hardswish hardswish_backward hardsigmoid hardsigmoid_backward elu elu_backward bitwise_not hardtanh hardtanh_backward
 leaky_relu leaky_relu_backward threshold threshold_backward clamp clamp.Tensor clamp_min clamp_max clamp_min.Tensor
 clamp_max.Tensor nan_to_num _to_copy log_sigmoid_forward log_sigmoid_backward polar complex
@@ -21,7 +21,7 @@ eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar 
 logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_and.Scalar
 bitwise_or.Scalar bitwise_xor.Scalar __lshift__.Scalar __rshift__.Scalar bitwise_left_shift.Tensor
 bitwise_right_shift.Tensor where.self masked_fill.Scalar masked_fill.Tensor addcmul addcdiv lerp.Scalar lerp.Tensor
-fill.Scalar isfinite isposinf isneginf signbit lgamma digamma
+fill.Scalar isposinf isneginf signbit lgamma digamma
 """.split()
 
 # Through these a partial sum of the first operand passes.

@@ -60,8 +60,6 @@ for _name, _op, _linear in [
     ("sum.dim_IntList", "sum", True),
     ("amax.default", "max", False),
     ("amin.default", "min", False),
-    ("max.default", "max", False),
-    ("min.default", "min", False),
 ]:
     register_rule(f"aten.{_name}", reduction(_op, _linear))
 
