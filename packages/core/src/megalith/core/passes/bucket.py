@@ -88,7 +88,7 @@ def _joined(
     group: list[Launch], types: dict[int, TensorType], waits: dict[int, Wait]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """One all-reduce in the place of several: what packs and launches it, and what awaits and unpacks it."""
-    first, origin = group[0], group[-1].origin
+    first, origin = max(group, key=lambda launch: launch.bytes_received), group[-1].origin
     dtype = types[first.buffer].dtype
     sizes = [types[launch.buffer] for launch in group]
     out: list[Instruction] = []
@@ -117,7 +117,7 @@ def _joined(
             bytes_received=sum(launch.bytes_received for launch in group),
             may_overwrite=True,
             origin=origin,
-            cause=f"{len(group)} small ones together; {first.cause}",
+            cause=f"{len(group)} small ones together, the largest: {first.cause}",
         )
     )
     after: list[Instruction] = [Wait(pending, result, origin)]
