@@ -53,6 +53,13 @@ class Leaf:
         return isinstance(self.value, (torch.Tensor, PerRank))
 
     @property
+    def device(self) -> torch.device | None:
+        """Where its elements are; None where there are none."""
+        tensor = self.value.shards[0] if isinstance(self.value, PerRank) else self.value
+        held = isinstance(tensor, torch.Tensor) and tensor.device.type != "meta"
+        return tensor.device if held else None
+
+    @property
     def parameter(self) -> str | None:
         """The name of the parameter that it is: what follows `params` in its path."""
         parts = self.name.split(".")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megalith.core.decompose import FACTORIES
 from megalith.core.localize import LOCALIZE, Emit, identity
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, writes
 from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
@@ -22,7 +23,9 @@ __all__ = ["lower"]
 aten = torch.ops.aten
 
 
-def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None) -> Program:
+def lower(
+    partition: Partition, rank: int, names: tuple[str, ...] | None = None, device: torch.device | None = None
+) -> Program:
     """The program of one rank.
 
     Takes a partition. Gives instructions on local shards: each run with its shape arguments made local, each move as
@@ -33,8 +36,9 @@ def lower(partition: Partition, rank: int, names: tuple[str, ...] | None = None)
         partition: the graph laid out.
         rank: the rank, by which sizes, offsets and peers are fixed.
         names: names of the inputs, if not the graph's own.
+        device: where tensors are made from nothing; by default the CPU.
     """
-    builder = _Builder(partition, rank, {})
+    builder = _Builder(partition, rank, {}, device or torch.device("cpu"))
     inputs = [builder.slot_for(v) for v in partition.inputs]
     constants = builder.build()
     outputs = tuple(Ref(builder.slots[o]) if isinstance(o, Version) else o for o in partition.outputs)
@@ -68,8 +72,11 @@ class _Template:
 class _Builder:
     """The instructions so far, and which slot holds which version of which value."""
 
-    def __init__(self, partition: Partition, rank: int, blocks: dict[int, _Template]) -> None:
+    def __init__(
+        self, partition: Partition, rank: int, blocks: dict[int, _Template], device: torch.device
+    ) -> None:
         self.partition = partition
+        self.device = device
         self.rank = rank
         self.blocks = blocks  # by id of the block's partition
         self.slots: dict[Version, int] = {}
@@ -99,7 +106,7 @@ class _Builder:
         """The instructions of a block, lowered once, under new slots."""
         template = self.blocks.get(id(block))
         if template is None:
-            inner = _Builder(block, self.rank, self.blocks)
+            inner = _Builder(block, self.rank, self.blocks, self.device)
             fed = [inner.slot_for(v) for v in block.inputs]
             inner.build()
             outs = tuple(inner.slots[o] for o in block.outputs if isinstance(o, Version))
@@ -142,10 +149,16 @@ class _Builder:
             outs = tuple(-1 if kind is None else self.new_slot(kind.shape, kind.dtype) for kind in kinds)
             held.update(zip(node.outputs, outs, strict=True))
             origin = replace(run.node.origin, source=node.origin.source)
-            self.instructions.append(Compute(node.op, args, kwargs, outs, origin))  # type: ignore[arg-type]
+            self.write(Compute(node.op, args, kwargs, outs, origin))  # type: ignore[arg-type]
         for version, output in zip(run.outputs, graph.outputs, strict=True):
             if version is not None:
                 self.slots[version] = held[output.id]
+
+    def write(self, instruction: Compute) -> None:
+        """Adds an op; one that makes a tensor from nothing is told the device."""
+        if instruction.fn in FACTORIES and self.device.type != "cpu":
+            instruction = replace(instruction, kwargs={**instruction.kwargs, "device": self.device})
+        self.instructions.append(instruction)
 
     # --- slots ---
 
@@ -162,7 +175,7 @@ class _Builder:
 
     def constant(self, tensor: torch.Tensor) -> Ref:
         slot = self.new_slot(tuple(tensor.shape), tensor.dtype)
-        self.constants[slot] = tensor
+        self.constants[slot] = tensor.to(self.device)
         return Ref(slot)
 
     # --- runs ---
@@ -182,7 +195,7 @@ class _Builder:
         def emit(fn: Callable[..., Any], *a: Any, out: int | None = None, **k: Any) -> Ref:
             """One op with one output; its type is learnt from torch's meta kernels unless the slot is given."""
             slot = self.infer(fn, a, k) if out is None else out
-            self.instructions.append(Compute(fn, a, k, (slot,), node.origin))
+            self.write(Compute(fn, a, k, (slot,), node.origin))
             return Ref(slot)
 
         outs = tuple(-1 if v is None else self.slot_for(v) for v in run.outputs)
@@ -197,7 +210,7 @@ class _Builder:
             if changed is None:
                 return
             args, kwargs = changed
-        self.instructions.append(Compute(node.op, args, kwargs, outs, node.origin))  # type: ignore[arg-type]
+        self.write(Compute(node.op, args, kwargs, outs, node.origin))  # type: ignore[arg-type]
 
     def infer(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
         def meta(ref: Ref) -> torch.Tensor:
@@ -217,7 +230,7 @@ class _Builder:
             slot = self.slot_for(target)
             shape = list(target.layout.local_shape(self.rank))
             node = factory.node
-            self.instructions.append(Compute(node.op, (shape, *node.args[1:]), node.kwargs, (slot,), node.origin))  # type: ignore[arg-type]
+            self.write(Compute(node.op, (shape, *node.args[1:]), node.kwargs, (slot,), node.origin))  # type: ignore[arg-type]
             return
         slot = self.slots[source]
         for step in plan(source.layout, target.layout, move.dtype_size).steps:
@@ -265,7 +278,7 @@ class _Builder:
         if step.kind == "exchange":
             out = self.new_slot(how.shape, dtype)
             fn = _named("unpack_exchange", unpack, step, self.rank)
-            self.instructions.append(Compute(fn, (Ref(result),), {}, (out,), move.origin))
+            self.write(Compute(fn, (Ref(result),), {}, (out,), move.origin))
             return out
         return self.transport(how, how.unpack, result, move)
 
@@ -275,7 +288,7 @@ class _Builder:
     def _pack_exchange(self, step: Step, how: StepRecipe, slot: int, move: Move) -> int:
         out = self.new_slot((sum(how.send_sizes),), self.types[slot].dtype)
         fn = _named("pack_exchange", pack, step, self.rank)
-        self.instructions.append(Compute(fn, (Ref(slot),), {}, (out,), move.origin))
+        self.write(Compute(fn, (Ref(slot),), {}, (out,), move.origin))
         return out
 
     def transport(self, how: StepRecipe, ops: Any, slot: int, move: Move) -> int:
@@ -284,7 +297,7 @@ class _Builder:
             shape, dtype = self.types[slot].shape, self.types[slot].dtype
             fn, args, new = _transport_op(name, parameter, shape, dtype, self.constant)
             out = self.new_slot(new, dtype)
-            self.instructions.append(Compute(fn, (Ref(slot), *args), {}, (out,), move.origin))
+            self.write(Compute(fn, (Ref(slot), *args), {}, (out,), move.origin))
             slot = out
         return slot
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megalith.core._compat import pytree
-from megalith.core.backends.backend import Backend, choose_backend
+from megalith.core.backends.backend import Backend, PerRank, choose_backend
 from megalith.core.clean import clean
 from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
@@ -64,7 +64,8 @@ class Sharded:
     strict: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     module: torch.nn.Module | None = None
-    _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by global shapes
+    _seen: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by shards' shapes
     _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,9 +84,15 @@ class Sharded:
             if self.module is not None:
                 tracer.learn(self.module)
             return self.fn(*args, **kwargs)
-        leaves = self._bind(args, kwargs)
-        compiled = self._compiled(tuple(self._global(leaf) for leaf in leaves), args, kwargs)
-        outputs = compiled.run([leaf.value for leaf in leaves if leaf.is_tensor])
+        if kwargs:  # in the order of the signature
+            bound = self._signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        key = spec, tuple([_look(value) for value in flat])
+        compiled = self._seen.get(key)
+        if compiled is None:
+            compiled = self._seen[key] = self.compiled(*args, **kwargs)
+        outputs = compiled.run([value for value in flat if isinstance(value, (torch.Tensor, PerRank))])
         return pytree.tree_unflatten(outputs, compiled.traced.out_spec)
 
     def place(self, *args: Tree, **kwargs: Tree) -> Any:
@@ -99,7 +106,10 @@ class Sharded:
             the same trees of shards: one tree for one argument, a tuple for several.
         """
         bound = self._signature.bind_partial(*args, **kwargs)
-        placed = []
+        self._place(bound)
+        return self._as_given(bound)
+
+    def _place(self, bound: inspect.BoundArguments) -> None:
         for name, tree in bound.arguments.items():
             leaves = leaves_of({name: tree})
             self._resolve(leaves)
@@ -111,21 +121,32 @@ class Sharded:
                 shards = self.backend.scatter(leaf.value, leaf.layout)
                 self._shapes[leaf.name, self.backend.local_shape(shards)] = tuple(leaf.value.shape)
                 values.append(shards)
-            placed.append(pytree.tree_unflatten(values, pytree.tree_structure(tree)))
-        return placed[0] if len(placed) == 1 else tuple(placed)
+            bound.arguments[name] = pytree.tree_unflatten(values, pytree.tree_structure(tree))
+
+    def _as_given(self, bound: inspect.BoundArguments) -> Any:
+        """The arguments one after the other, as they are written in a call; a single one alone."""
+        values: list[Any] = []
+        for name, tree in bound.arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                values.extend(tree)
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                values.extend(tree.values())
+            else:
+                values.append(tree)
+        return values[0] if len(values) == 1 else tuple(values)
 
     def gather(self, *args: Tree, **kwargs: Tree) -> Any:
         """Shards of arguments, as `place` gives them, as whole tensors on every process."""
         bound = self._signature.bind_partial(*args, **kwargs)
-        gathered = []
         for name, tree in bound.arguments.items():
             leaves = leaves_of({name: tree})
             self._resolve([self._global(leaf) for leaf in leaves], leaves)
             values = [
                 leaf.value if leaf.layout is None else self.backend.gather(leaf.value, leaf.layout) for leaf in leaves
             ]
-            gathered.append(pytree.tree_unflatten(values, pytree.tree_structure(tree)))
-        return gathered[0] if len(gathered) == 1 else tuple(gathered)
+            bound.arguments[name] = pytree.tree_unflatten(values, pytree.tree_structure(tree))
+        return self._as_given(bound)
 
     def gather_output(self, output: Tree, *args: Tree, **kwargs: Tree) -> Tree:
         """What a call with these arguments (shards) returned, as whole tensors on every process."""
@@ -141,8 +162,7 @@ class Sharded:
     def whole(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Places whole arguments, runs, and gathers the output: the function itself, by way of the mesh."""
         bound = self._signature.bind(*args, **kwargs)
-        shards = {name: self.place(**{name: tree}) for name, tree in bound.arguments.items()}
-        bound.arguments.update(shards)
+        self._place(bound)
         output = self(*bound.args, **bound.kwargs)
         return self.gather_output(output, *bound.args, **bound.kwargs)
 
@@ -218,7 +238,10 @@ class Sharded:
             [leaf.abstract() for leaf in leaves], pytree.tree_structure(dict(bound.arguments))
         )
         call = _by_name(self.fn, self._signature)
-        traced = trace(call, (), tree, module=self.module, anchors=anchors, mesh=self.mesh, sizes=self.sizes)
+        device = next((d for d in (leaf.device for leaf in leaves) if d is not None), torch.device("cpu"))
+        traced = trace(
+            call, (), tree, module=self.module, anchors=anchors, mesh=self.mesh, sizes=self.sizes, device=device
+        )
         resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, complete=True)
         graph = clean(traced.graph)
         traced = replace(traced, graph=graph)
@@ -231,7 +254,7 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: bucket(overlap(donate(lower(laid_out, rank), donated))) for rank in self.backend.ranks
+            rank: bucket(overlap(donate(lower(laid_out, rank, device=device), donated))) for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))
@@ -240,6 +263,15 @@ class Sharded:
 
     def _parse_marker(self, pattern: str, shape: tuple[int, ...]) -> Layout:
         return Layout.parse(pattern, shape, self.mesh, self.sizes, "a constrained value")
+
+
+def _look(value: Any) -> Any:
+    """What tells one argument from another: shapes and dtypes of tensors, constants themselves."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, PerRank):
+        return tuple([(shard.shape, shard.dtype) for shard in value.shards])
+    return type(value), value
 
 
 @contextlib.contextmanager
@@ -318,6 +350,10 @@ def shard(
     def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(module, params, args, kwargs)
 
+    first = inspect.Parameter("params", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [first, *inspect.signature(module.forward).parameters.values()]
+    )
     sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module)
     sharded.params = sharded.place(params=params)
     return sharded

@@ -76,6 +76,7 @@ class Tracer(TorchDispatchMode):
         use_blocks: bool = True,
         mesh: Mesh | None = None,
         sizes: Mapping[str, int] | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         self.use_blocks = use_blocks and not raw
@@ -85,6 +86,7 @@ class Tracer(TorchDispatchMode):
         self.anchors: dict[str, str] = {}
         self._anchored: dict[str, str | None] = {}
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = device  # of the tensors that the caller describes on `meta`
         self.raw = raw  # keep aliases and mutations, to be functionalised by a second trace
         self.frames = [Frame()]
         self.modules: list[str] = []
@@ -159,7 +161,7 @@ class Tracer(TorchDispatchMode):
         with self.pause():
             if tensor.device.type == "meta":
                 with self.fake_mode:
-                    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             return self.fake_mode.from_tensor(tensor.detach(), static_shapes=True)
 
     @contextlib.contextmanager
@@ -329,6 +331,7 @@ def trace(
     anchors: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
     sizes: Mapping[str, int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Traced:
     """The graph of a pure function of pytrees of tensors.
 
@@ -340,6 +343,7 @@ def trace(
         module: the module whose children's paths name the origins; others are learnt when they are called.
         anchors: spec entries that may be for module outputs: name pattern -> layout.
         mesh, sizes: what the patterns of a `local_map` are read by; without a mesh it is a plain call.
+        device: where the arguments are that are given on `meta`.
 
     Returns:
         The graph with its pytree structures.
@@ -356,7 +360,7 @@ def trace(
     kwargs = dict(kwargs or {})
 
     def record(raw: bool = False, use_blocks: bool = True) -> Traced:
-        return _trace(Tracer(raw, use_blocks, mesh, sizes), fn, args, kwargs, names, module, anchors)
+        return _trace(Tracer(raw, use_blocks, mesh, sizes, device), fn, args, kwargs, names, module, anchors)
 
     try:
         try:
@@ -364,7 +368,7 @@ def trace(
         except NoBlocks:
             return record(use_blocks=False)
     except MutationFound:
-        return _functionalize(record(raw=True), args, kwargs)
+        return _functionalize(record(raw=True), args, kwargs, device)
 
 
 def _leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[str, ...] | None) -> list[str]:
@@ -426,10 +430,10 @@ def _trace(
     return Traced(graph, in_spec, out_spec, frozenset(tracer.module_names.values()))
 
 
-def _functionalize(raw: Traced, args: Any, kwargs: Any) -> Traced:
+def _functionalize(raw: Traced, args: Any, kwargs: Any, device: torch.device | str) -> Traced:
     """Traces a graph with mutations once more, through torch's functionalisation."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    tracer = Tracer(use_blocks=False)
+    tracer = Tracer(use_blocks=False, device=device)
     graph = _trace(tracer, functional(tracer, raw.graph), tuple(leaves), {}, None, None, None).graph
     return Traced(replace(graph, names=raw.graph.names), raw.in_spec, raw.out_spec, raw.modules)
 
