@@ -173,6 +173,8 @@ def fused_adamw(
     weight_decay: float,
 ) -> None:
     """torch's own fused AdamW, in place, for one tensor."""
+    if p.is_cuda:
+        lr = lr.float()  # its CUDA kernel reads a float32
     torch._fused_adamw_(
         [p],
         [g],

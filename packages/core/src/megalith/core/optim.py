@@ -23,6 +23,12 @@ def _rate(rate: Rate, step: Tensor) -> Tensor:
     return torch.full((), rate, dtype=torch.float64, device=step.device)
 
 
+def _device(tree: Tree) -> torch.device:
+    """Where a tree's tensors are; a count is on the CPU where they are described only."""
+    first = next((x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)), None)
+    return torch.device("cpu") if first is None or first.device.type == "meta" else first.device
+
+
 def _unzip(tree: Tree, like: Tree, n: int) -> tuple[Tree, ...]:
     """A tree of n-tuples as n trees."""
     spec = pytree.tree_structure(like)
@@ -59,7 +65,7 @@ class AdamW:
     def init(self, params: Tree) -> Tree:
         """The state before the first step: `step`, `mu` and `nu`, of the parameters' shapes and dtypes."""
         return {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float32, device=_device(params)),
             "mu": pytree.tree_map(torch.zeros_like, params),
             "nu": pytree.tree_map(torch.zeros_like, params),
         }
@@ -106,7 +112,7 @@ class SGD:
 
     def init(self, params: Tree) -> Tree:
         """The state before the first step."""
-        state: dict[str, Tree] = {"step": torch.zeros((), dtype=torch.float32)}
+        state: dict[str, Tree] = {"step": torch.zeros((), dtype=torch.float32, device=_device(params))}
         if self.momentum:
             state["buffer"] = pytree.tree_map(torch.zeros_like, params)
         return state
