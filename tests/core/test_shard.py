@@ -1,5 +1,8 @@
 """`shard` gives the same function: it places, runs and gathers what the specs say, and says what does not fit."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -376,3 +379,13 @@ def test_shards_of_another_shape_are_an_error():
 def test_an_unknown_backend_is_an_error():
     with pytest.raises(ValueError, match="there is no backend 'cloud'"):
         shard(lambda x: x, MESH, {}, backend="cloud")
+
+
+def test_the_arguments_of_a_call_do_not_outlive_it():
+    step = shard(lambda x, w: x @ w, Mesh("tp=2"), {"w": "i (tp o)"}, backend="virtual")
+    x, w = step.place(torch.ones(2, 4), torch.ones(4, 4))
+    step(x, w)
+    shards = [weakref.ref(shard) for shard in (*x.shards, *w.shards)]
+    del x, w
+    gc.collect()
+    assert [ref() for ref in shards] == [None] * 4

@@ -259,7 +259,8 @@ class Sharded:
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))
         layouts = pytree.tree_unflatten(list(any_program.output_layouts), traced.out_spec)
-        return Compiled(traced, laid_out, programs, tuple(leaves), layouts, run)
+        valueless = tuple(replace(leaf, value=leaf.abstract()) for leaf in leaves)  # lest it outlive the call
+        return Compiled(traced, laid_out, programs, valueless, layouts, run)
 
     def _parse_marker(self, pattern: str, shape: tuple[int, ...]) -> Layout:
         return Layout.parse(pattern, shape, self.mesh, self.sizes, "a constrained value")
