@@ -4,9 +4,7 @@ A row says how the arguments of an op are drawn. A rule without a row fails `tes
 """
 
 import math
-import operator
 from dataclasses import dataclass
-from itertools import accumulate
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from megalith.sharding.graph import Ref, op_name
 from megalith.sharding.layout import Digit, Dim, Layout
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.partition import Input, partition
-from megalith.sharding.rule import known_rules, register_rule, rule_of
+from megalith.sharding.rule import known_rules
 
 aten = torch.ops.aten
 MESHES = [Mesh("tp=2"), Mesh("tp=3"), Mesh("dp=2 tp=2"), Mesh("dp=3 tp=2")]
@@ -355,9 +353,7 @@ def max_pool(draw, op):
 def max_pool_backward(draw, op):
     x = distinct(*sizes(draw, 2), 4, 4)
     out, index = aten.max_pool2d_with_indices(x, [2, 2])
-    return Example(
-        lambda g, x, i: op(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i), [normal(*out.shape), x, index]
-    )
+    return Example(lambda g, x, i: op(g, x, [2, 2], [2, 2], [0, 0], [1, 1], False, i), [normal(*out.shape), x, index])
 
 
 @row("aten.avg_pool2d.default")
@@ -460,7 +456,9 @@ def along(draw, op):
     return Example(lambda x: op(x, dim), [normal(*full)])
 
 
-@row("aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.argmax.default", "aten.argmin.default")
+@row(
+    "aten.sort.default", "aten.max.dim", "aten.min.dim", "aten.median.dim", "aten.argmax.default", "aten.argmin.default"
+)
 def ordered(draw, op):
     full = shape(draw)
     dim = one_dim(draw, full)
@@ -563,6 +561,15 @@ def padding(draw, op):
     full, value = shape(draw), draw(st.sampled_from([0.0, 1.5]))
     pads = [draw(st.integers(0, 2)) for _ in range(2 * draw(st.integers(1, len(full))))]
     return Example(lambda x: op(x, pads, value), [normal(*full)])
+
+
+@row("aten.diagonal.default")
+def diagonal(draw, op):
+    full = shape(draw, 2, 3)
+    pair = draw(st.permutations(range(len(full))))[:2] if draw(st.booleans()) else []
+    offset = draw(st.integers(-1, 1)) if min(full) > 1 else 0
+    args = [offset, *pair] if pair else [offset]
+    return Example(lambda x: op(x, *args), [normal(*full)])
 
 
 @row("aten.view_as_real.default")
@@ -680,9 +687,7 @@ def index_sum(draw, op):
             lambda x, values, *given: aten.index_put(x, _filled(indices, given), values, True),
             [normal(*full), normal(*picked.shape), *given],
         )
-    return Example(
-        lambda values, *given: op(values, _filled(indices, given), full), [normal(*picked.shape), *given]
-    )
+    return Example(lambda values, *given: op(values, _filled(indices, given), full), [normal(*picked.shape), *given])
 
 
 @row("aten.index_put.default")
@@ -692,9 +697,7 @@ def index_put(draw, op):
     n = draw(st.integers(1, full[dim]))
     picked = [*full[:dim], n, *full[dim + 1 :]]
     values = normal(*broadcastable(draw, picked))
-    return Example(
-        lambda x, i, v: op(x, [*[None] * dim, i], v), [normal(*full), torch.randperm(full[dim])[:n], values]
-    )
+    return Example(lambda x, i, v: op(x, [*[None] * dim, i], v), [normal(*full), torch.randperm(full[dim])[:n], values])
 
 
 # --- the tests ---------------------------------------------------------------------------------------------------------

@@ -166,7 +166,8 @@ def _index(folder: _Folder, node: Node) -> Ref | None:
     if len({i for i, _ in moved if i >= 0}) < sum(i >= 0 for i, _ in moved):
         return None
     dims = [d for d, index in enumerate(indices) if index is not None]
-    before = [d for d in range(len(shape)) if d not in dims and d < dims[0] and dims == list(range(dims[0], dims[-1] + 1))]
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    before = list(range(dims[0])) if together else []
     after = [d for d in range(len(shape)) if d not in dims and d not in before]
     order = [*before, *(d for _, d in sorted(moved)), *after]
     turned = folder.emit(node, aten.permute.default, x, order, shape=[shape[d] for d in order])

@@ -5,7 +5,6 @@ A row of a table says how the weight and the bias of the modules of some names l
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -178,16 +177,14 @@ def _layout(name: str, shapes: Mapping[str, tuple[int, ...]], experts_apart: boo
     for row in table:
         if any(fnmatchcase(path, n) or fnmatchcase(path, f"*.{n}") for n in row.names.split()):
             found = row.weight if kind == "weight" else row.bias
-    if not found or len(found.replace("(3 tp o)", "x").replace("(2 tp f)", "x").replace("(tp ", "x").replace("(ep ", "x").split()) != len(shapes[name]):
+    dims = re.findall(r"\([^()]*\)|[^\s()]+", found or "")
+    if not found or len(dims) != len(shapes[name]):
         return None
-    fused = re.search(r"\((\d) tp", found)
-    if fused is not None and shapes[name][_dim_of_group(found)] % int(fused[1]):
-        return None
+    for dim, size in zip(dims, shapes[name], strict=True):
+        fused = re.match(r"\((\d+) ", dim)
+        if fused is not None and size % int(fused[1]):
+            return None
     return found
-
-
-def _dim_of_group(layout: str) -> int:
-    return len(layout[: layout.index("(")].split())
 
 
 def _is_replicated(name: str) -> bool:

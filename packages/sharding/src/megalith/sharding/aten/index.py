@@ -52,7 +52,7 @@ def _overwrite(node: Node, operands: Types, outputs: Types) -> Rule:
 
 
 def _batch(dim: int, operands: Types) -> tuple[tuple[str | None, ...], int]:
-    """A factor for each dim but the indexed one; none where an operand is shorter: only a whole dim can be cut there."""
+    """A factor for each dim but the indexed one; none where an operand is shorter: only a whole dim is cut there."""
     shapes = [t.shape for t in operands]
     dim %= max(len(shapes[0]), 1)
     alike = [len({shape[d] for shape in shapes}) == 1 for d in range(len(shapes[0]))]

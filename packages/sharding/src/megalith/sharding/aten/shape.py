@@ -70,6 +70,15 @@ def _view_as_complex(node: Node, operands: tuple[TensorType, ...], outputs: tupl
     return Rule(((*names, None),), (names,), linear=(0,))
 
 
+def _diagonal(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
+    """Two dims are whole; their diagonal comes last."""
+    rank = len(operands[0].shape)
+    first, second = node.args[2:4] if len(node.args) > 2 else (0, 1)
+    names = tuple(None if d in (first % rank, second % rank) else f"d{d}" for d in range(rank))
+    diagonal = (*(name for name in names if name is not None), None)
+    return Rule((names,), (diagonal,), linear=(0,))
+
+
 def _factory(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
     return Rule((), tuple((None,) * len(t.shape) for t in outputs))
 
@@ -89,5 +98,6 @@ register_rule("aten.cat.default", _cat)
 register_rule("aten.constant_pad_nd.default", _pad)
 register_rule("aten.view_as_real.default", _view_as_real)
 register_rule("aten.view_as_complex.default", _view_as_complex)
+register_rule("aten.diagonal.default", _diagonal)
 register_rule("aten.full.default", _factory)
 register_rule("aten.arange.start_step", _factory)
