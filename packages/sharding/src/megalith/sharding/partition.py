@@ -259,11 +259,13 @@ class _State:
     parameter_of: dict[int, int] = field(default_factory=dict)  # value -> the parameter that it is a view of
     wanted: dict[int, Layout] = field(default_factory=dict)
     types: dict[int, TensorType] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
     next_value: int = 0
 
     def __post_init__(self) -> None:
         self.types = dict(self.graph.types)
         self.next_value = max(self.types, default=-1) + 1
+        self.names = dict(zip(self.graph.inputs, self.graph.names, strict=True))
 
     # --- versions of values ---
 
@@ -287,7 +289,7 @@ class _State:
                     return version
             stored = self.versions[value][0]
             target = Version(value, given.used, origin.phase)
-            self._move(stored, target, origin, f"{given.cause}: stored -> used")
+            self._move(stored, target, self._about(value, origin), f"{given.cause}: stored -> used")
             return target
         versions = [v for v in self.versions[value] if not v.epoch]
         return next((v for v in versions if not v.layout.partial), versions[0])
@@ -359,8 +361,10 @@ class _State:
             self._rename(node, layout, f"constrain {node.args[1]!r}")
         elif node.op is markers.like:
             layout = self.grad_layout(node.args[1].id)
-            given = self.inputs.get(self.root_of(node.args[1].id))
-            self._rename(node, layout, f"gradient as its parameter: {given.cause}" if given else "gradient")
+            root = self.root_of(node.args[1].id)
+            given = self.inputs.get(root)
+            about = replace(node, origin=self._about(root, node.origin))
+            self._rename(about, layout, f"gradient as its parameter: {given.cause}" if given else "gradient")
         elif isinstance(node.op, Call):
             self._call(node, node.op)
         elif isinstance(node.op, Local):
@@ -415,6 +419,10 @@ class _State:
             for ref, layout in zip(node.operands, local.operands, strict=True)
         )
         self._emit(node, versions, local.outputs)
+
+    def _about(self, value: int, origin: Origin) -> Origin:
+        """The origin with the name of an input in place of a module."""
+        return replace(origin, module=self.names[value]) if value in self.names else origin
 
     def _cause_of(self, value: int) -> str:
         given = self.inputs.get(self.root_of(value))
