@@ -1,5 +1,7 @@
 """The collectives of well-known parallelisms, counted, and their bytes against the closed forms."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,25 +68,34 @@ class Run:
         )
 
 
+@functools.cache
+def _run(mesh, specs):
+    return Run(mesh, dict(specs))
+
+
+def run_llama(mesh, specs):
+    return _run(mesh, tuple(specs.items()))
+
+
 # --- models -----------------------------------------------------------------------------------------
 
 
 def test_megatron_reduces_twice_a_layer_and_direction():
-    run = Run("tp=2", TP)
+    run = run_llama("tp=2", TP)
     assert run.forward == {"all_reduce tp": 2 * LAYERS}
     assert run.backward == {"all_reduce tp": 2 * LAYERS}  # the gradients of q, k and v are summed before
     assert run.update == {}
 
 
 def test_the_partial_gradients_of_q_k_and_v_are_reduced_once():
-    run = Run("tp=2", TP)
+    run = run_llama("tp=2", TP)
     activation = BATCH * SEQ * DIM * 8
     sizes = [c.bytes_received for c in run.program.collectives]
     assert sizes == [activation] * (4 * LAYERS)  # of n = 2 ranks: 2 (n - 1) / n
 
 
 def test_a_sharded_vocabulary_gathers_no_logits():
-    run = Run("tp=2", TP | VOCAB)
+    run = run_llama("tp=2", TP | VOCAB)
     # the embedding; the largest logit, the sum of exponentials and the label's logit
     assert run.forward == {"all_reduce tp": 2 * LAYERS + 1 + 3}
     assert run.backward == {"all_reduce tp": 2 * LAYERS + 1}
@@ -94,7 +105,7 @@ def test_a_sharded_vocabulary_gathers_no_logits():
 
 
 def test_data_parallelism_reduces_each_gradient_once():
-    run = Run("dp=4", DP)
+    run = run_llama("dp=4", DP)
     assert run.forward == {"all_reduce dp": 1}  # how many labels there are
     assert run.backward == {}
     assert run.update == {"all_reduce dp": TENSORS + 1}  # and the loss
@@ -108,14 +119,14 @@ def whole():
 
 
 def test_data_and_tensor_parallelism_are_the_sum_of_both():
-    run = Run("dp=2 tp=2", TP | VOCAB | DP)
+    run = run_llama("dp=2 tp=2", TP | VOCAB | DP)
     assert run.forward == {"all_reduce tp": 2 * LAYERS + 4, "all_reduce dp": 1}
     assert run.backward == {"all_reduce tp": 2 * LAYERS + 1}
     assert run.update == {"all_reduce dp": TENSORS + 1}
 
 
 def test_zero_3_gathers_a_parameter_once_a_phase_and_scatters_its_gradient_once():
-    run = Run("dp=2", {"params.*": "(dp o) ... -> o ..."} | DP)
+    run = run_llama("dp=2", {"params.*": "(dp o) ... -> o ..."} | DP)
     assert run.forward == {"all_gather dp": TENSORS, "all_reduce dp": 1}
     assert run.backward == {"all_gather dp": TENSORS - 1}  # the embedding's backward does not read it
     assert run.update == {"reduce_scatter dp": TENSORS, "all_reduce dp": 1}
@@ -123,7 +134,7 @@ def test_zero_3_gathers_a_parameter_once_a_phase_and_scatters_its_gradient_once(
 
 def test_zero_3_moves_three_times_the_parameters():
     model = llama()
-    run = Run("dp=2", {"params.*": "(dp o) ... -> o ..."} | DP, model)
+    run = run_llama("dp=2", {"params.*": "(dp o) ... -> o ..."} | DP)
     nbytes = sum(p.numel() * 8 for p in model.parameters())
     embedding = WORDS * DIM * 8  # not read in the backward
     moved = sum(c.bytes_received for c in run.program.collectives if c.source.shape)
@@ -132,7 +143,7 @@ def test_zero_3_moves_three_times_the_parameters():
 
 def test_zero_3_over_tensor_parallelism_gathers_only_the_storage_axis():
     specs = TP | VOCAB
-    run = Run("dp=2 tp=2", {k: f"{v.replace('(tp ', '(tp dp ')} -> {v}" for k, v in specs.items()} | DP)
+    run = run_llama("dp=2 tp=2", {k: f"{v.replace('(tp ', '(tp dp ')} -> {v}" for k, v in specs.items()} | DP)
     stored = TENSORS - NORMS
     assert run.forward == {"all_gather dp": stored, "all_reduce tp": 2 * LAYERS + 4, "all_reduce dp": 1}
     assert run.backward == {"all_gather dp": stored - 1, "all_reduce tp": 2 * LAYERS + 1}
@@ -140,13 +151,13 @@ def test_zero_3_over_tensor_parallelism_gathers_only_the_storage_axis():
 
 
 def test_a_sharded_gradient_is_scattered():
-    run = Run("dp=2", {"params.*": "...", "params.*:grad": "(dp o) ..."} | DP)
+    run = run_llama("dp=2", {"params.*": "...", "params.*:grad": "(dp o) ..."} | DP)
     assert run.backward == {}
     assert run.update == {"reduce_scatter dp": TENSORS, "all_reduce dp": 1}
 
 
 def test_sequence_parallelism_follows_from_one_anchor():
-    run = Run("tp=2", TP | VOCAB | {"model.embed_tokens": "b (tp s) e"})
+    run = run_llama("tp=2", TP | VOCAB | {"model.embed_tokens": "b (tp s) e"})
     assert run.forward == {"reduce_scatter tp": 2 * LAYERS + 1, "all_gather tp": 2 * LAYERS + 1, "all_reduce tp": 3}
     assert run.update == {"all_reduce tp": NORMS}
 
@@ -177,7 +188,7 @@ GQA = TP | {"*.q_proj.weight": "(tp o) i", "*.[kv]_proj.weight": "(kv o) i"}
 
 
 def test_fewer_key_value_heads_than_ranks_move_no_head():
-    run = Run("tp=(kv=2 rep=2)", GQA)
+    run = run_llama("tp=(kv=2 rep=2)", GQA)
     assert run.forward == {"all_reduce kv rep": 2 * LAYERS}
     assert {name.split()[0] for name in counts(run.program)} == {"all_reduce"}
 
