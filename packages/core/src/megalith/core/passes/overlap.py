@@ -2,22 +2,25 @@
 
 Takes a program. Gives the same instructions in another order. After this, a reduction is launched right after the op
 that makes its operand, and every wait stands right before the first reader of what arrives: what lies between overlaps.
-Gathers are not launched earlier than they were, since what they bring takes memory.
+Gathers are not launched earlier than they were, since what they bring takes memory; and operands of reduce-scatters,
+whole gradients that nothing else reads, are in flight up to `IN_FLIGHT_BYTES`: the oldest are awaited before the next.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
 
-__all__ = ["overlap"]
+__all__ = ["IN_FLIGHT_BYTES", "overlap"]
 
+IN_FLIGHT_BYTES = 64 << 20
 _REDUCTIONS = {"all_reduce", "reduce_scatter"}
 
 
 def overlap(program: Program) -> Program:
-    """The program with reductions launched early and all waits late."""
+    """The program with reductions launched early and waits late."""
     instructions = program.instructions
     producer = {slot: i for i, instruction in enumerate(instructions) for slot in writes(instruction)}
     users: dict[int, list[int]] = {}
@@ -32,7 +35,7 @@ def overlap(program: Program) -> Program:
         if isinstance(instructions[i], Wait):
             _wait_late(i, instructions, users, keys)
     order = sorted(range(len(instructions)), key=keys.__getitem__)
-    moved = tuple(instructions[i] for i in order)
+    moved = tuple(_bounded(program, [instructions[i] for i in order]))
     _check(program, moved)
     return replace(program, instructions=moved)
 
@@ -77,6 +80,28 @@ def _wait_late(
     first = min((keys[r] for r in users.get(writes(instructions[chain[-1]])[0], [])), default=(len(instructions), 0, 0))
     for member in chain:
         keys[member] = (first[0], first[1] - 1 if first[1] <= 0 else first[1], member)
+
+
+def _bounded(program: Program, instructions: list[Instruction]) -> Iterator[Instruction]:
+    """The instructions with a wait moved up where too much would be sent at once: it frees what was sent."""
+    waits = {i.pending: i for i in instructions if isinstance(i, Wait)}
+    flying: dict[int, int] = {}  # pending slot -> bytes of the operand, oldest first
+    awaited: set[int] = set()
+    for instruction in instructions:
+        if isinstance(instruction, Wait):
+            if instruction.pending in awaited:
+                continue
+            flying.pop(instruction.pending, None)
+        elif isinstance(instruction, Launch) and instruction.kind == "reduce_scatter":
+            nbytes = program.types[instruction.buffer].nbytes
+            while flying and sum(flying.values()) + nbytes > IN_FLIGHT_BYTES:
+                oldest = next(iter(flying))
+                del flying[oldest]
+                awaited.add(oldest)
+                yield waits[oldest]
+            if instruction.pending in waits:
+                flying[instruction.pending] = nbytes
+        yield instruction
 
 
 def _check(program: Program, instructions: tuple[Instruction, ...]) -> None:
