@@ -17,7 +17,7 @@ from megalith.sharding.graph import Ref
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.partition import Input
-from megalith.sharding.specs import Resolution, resolve
+from megalith.sharding.specs import Resolution, SpecError, resolve
 
 __all__ = ["Leaf", "donated_outputs", "global_shape", "is_output", "leaves_of", "output_layouts", "resolve_leaves"]
 
@@ -88,7 +88,8 @@ class Leaf:
 
     def as_input(self) -> Input:
         assert self.layout is not None
-        return Input(self.layout, self.used, self.grad, self.parameter is not None, self.cause)
+        is_parameter = self.parameter is not None or self.used is not None
+        return Input(self.layout, self.used, self.grad, is_parameter, self.cause)
 
 
 def leaves_of(arguments: Mapping[str, Any], signature: inspect.Signature | None = None) -> list[Leaf]:
@@ -110,31 +111,48 @@ def resolve_leaves(
     specs: Mapping[str, str],
     sizes: Mapping[str, int],
     modules: Collection[str] = (),
+    whole: bool = False,
     complete: bool = False,
 ) -> Resolution:
     """Gives each tensor leaf the layouts that the specs say.
 
-    A leaf outside of the parameters whose path ends in a parameter's name is of that parameter's state.
+    Leaves outside of the parameters are optimizer state to the specs: `:state` entries are for them, and the stored side
+    of `stored -> used`. A function without parameters (nothing in it is called `params`) has no state either: what a
+    spec stores and uses in two ways is then a parameter of it.
+
+    Args:
+        whole: whether these are all leaves of the function, so that it is known whether it has parameters.
+        complete: whether entries that match nothing are an error.
 
     Raises:
-        SpecError: an entry that does not fit; if `complete`, an entry that matches nothing.
+        SpecError: an entry that does not fit, or names a tier that nothing pages yet; if `complete`, one that matches
+            nothing.
     """
     tensors = {leaf.name: leaf for leaf in leaves if leaf.is_tensor}
     table = {key: pattern for key, pattern in specs.items() if not is_output(key)}
+    has_parameters = not whole or any(leaf.parameter is not None for leaf in tensors.values())
+    outside = {name for name, leaf in tensors.items() if leaf.parameter is None and leaf.shape}
+    states = outside if has_parameters else set()
     found = resolve(
         table,
         {name: leaf.shape for name, leaf in tensors.items()},
         mesh,
         sizes,
         aliases={name: _tails(name) for name in tensors},
-        states={name for name, leaf in tensors.items() if leaf.parameter is None},
+        states=states,
         modules=modules,
         complete=complete,
     )
     for name, leaf in tensors.items():
         lives = found.leaves[name]
         leaf.layout, leaf.cause = lives.stored, lives.cause or f"{name}{_NO_SPEC}"
-        leaf.used = lives.used if leaf.parameter is not None else None
+        leaf.used = lives.used if leaf.parameter is not None or not has_parameters else None
+        for layout in (lives.stored, lives.used):
+            if layout is not None and layout.tier != "device":
+                raise SpecError(
+                    f"{name}: {lives.cause} asks for @{layout.tier}, and paging between tiers is not there yet; "
+                    f"leave '@{layout.tier}' out"
+                )
         leaf.grad = lives.grad.layout if lives.grad is not None and leaf.parameter is not None else None
     return found
 

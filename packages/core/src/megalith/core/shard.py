@@ -66,6 +66,7 @@ class Sharded:
     module: torch.nn.Module | None = None
     _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by global shapes
     _seen: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by shards' shapes
+    _last: Compiled | None = field(default=None, repr=False)
     _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ class Sharded:
         compiled = self._seen.get(key)
         if compiled is None:
             compiled = self._seen[key] = self.compiled(*args, **kwargs)
+        self._last = compiled
         outputs = compiled.run([value for value in flat if isinstance(value, (torch.Tensor, PerRank))])
         return pytree.tree_unflatten(outputs, compiled.traced.out_spec)
 
@@ -149,8 +151,10 @@ class Sharded:
         return self._as_given(bound)
 
     def gather_output(self, output: Tree, *args: Tree, **kwargs: Tree) -> Tree:
-        """What a call with these arguments (shards) returned, as whole tensors on every process."""
-        compiled = self.compiled(*args, **kwargs)
+        """What a call with these arguments (shards; by default the last call) returned, as whole tensors everywhere."""
+        compiled = self.compiled(*args, **kwargs) if args or kwargs else self._last
+        if compiled is None:
+            raise ValueError("nothing was called yet; pass the arguments of the call whose output this is")
         spec = compiled.traced.out_spec
         layouts = spec.flatten_up_to(compiled.output_layouts)
         values = [
@@ -164,7 +168,7 @@ class Sharded:
         bound = self._signature.bind(*args, **kwargs)
         self._place(bound)
         output = self(*bound.args, **bound.kwargs)
-        return self.gather_output(output, *bound.args, **bound.kwargs)
+        return self.gather_output(output)
 
     # --- asking ---
 
@@ -176,16 +180,19 @@ class Sharded:
     def program(self, *args: Tree, **kwargs: Tree) -> Program:
         """The program of this process's rank (rank 0's on other backends) for whole arguments of these shapes.
 
-        Nothing runs: tensors on `meta` will do.
+        Nothing runs: tensors on `meta` will do. What `place` gives on the virtual backend is whole arguments too.
         """
-        leaves = self._bind(args, kwargs)
-        compiled = self._compiled(tuple(leaves), args, kwargs)
+        compiled = self._for_whole(args, kwargs)
         return compiled.programs[min(compiled.programs)]
+
+    def _for_whole(self, args: Any, kwargs: Any) -> Compiled:
+        leaves = self._bind(args, kwargs)
+        whole = tuple(self._global(leaf) if isinstance(leaf.value, PerRank) else leaf for leaf in leaves)
+        return self._compiled(whole, args, kwargs)
 
     def explain(self, *args: Tree, **kwargs: Tree) -> Explanation:
         """Each collective of a call with these whole arguments: axis, bytes, line, cause, alternative."""
-        leaves = self._bind(args, kwargs)
-        compiled = self._compiled(tuple(leaves), args, kwargs)
+        compiled = self._for_whole(args, kwargs)
         silent = [leaf.name for leaf in compiled.leaves if leaf.parameter is not None and leaf.is_silent]
         return explain(compiled.programs[min(compiled.programs)], replicated=silent)
 
@@ -231,7 +238,7 @@ class Sharded:
         return found
 
     def _build(self, leaves: Sequence[Leaf], args: Any, kwargs: Any) -> Compiled:
-        unused = resolve_leaves(leaves, self.mesh, self.specs, self.sizes).unused
+        unused = resolve_leaves(leaves, self.mesh, self.specs, self.sizes, whole=True).unused
         anchors = {key: self.specs[key] for key in unused}
         bound = self._signature.bind(*args, **kwargs)
         tree = pytree.tree_unflatten(
@@ -242,7 +249,7 @@ class Sharded:
         traced = trace(
             call, (), tree, module=self.module, anchors=anchors, mesh=self.mesh, sizes=self.sizes, device=device
         )
-        resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, complete=True)
+        resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, whole=True, complete=True)
         graph = clean(traced.graph)
         traced = replace(traced, graph=graph)
         tensors = [leaf for leaf in leaves if leaf.is_tensor]

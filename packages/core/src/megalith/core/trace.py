@@ -313,7 +313,7 @@ def source_line() -> str:
         name = frame.f_code.co_filename
         skip = _skipped.get(name)
         if skip is None:
-            skip = name.startswith((_HERE, _TORCH, "<")) or f"{os.sep}einops{os.sep}" in name or "contextlib" in name
+            skip = name.startswith((_HERE, _TORCH, "<frozen", "<string", "<eval")) or f"{os.sep}einops{os.sep}" in name or "contextlib" in name
             _skipped[name] = skip
         if not skip:
             return f"{os.path.basename(name)}:{frame.f_lineno}"

@@ -56,7 +56,7 @@ def grad_and_value(
                 out = fn(*new_args, **kwargs)
                 value = out[0] if has_aux else out
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                    raise TypeError(f"grad_and_value needs a function that returns a scalar tensor, got {value!r}")
+                    raise TypeError(f"grad_and_value needs a function that returns a scalar tensor, got {_shown(value)}")
                 found = torch.autograd.grad(
                     value, [leaves[i] for i in wanted], allow_unused=True, materialize_grads=True
                 )
@@ -72,6 +72,10 @@ def grad_and_value(
         return (tree[0] if isinstance(argnums, int) else tuple(tree)), detached
 
     return wrapped
+
+
+def _shown(value: Any) -> str:
+    return f"one of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def grad(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:

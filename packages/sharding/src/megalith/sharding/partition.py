@@ -5,12 +5,12 @@ moves (a value from one layout to another). After this, every operand of every r
 
 Each op's rule names its factors. For each factor the operands that hold it propose the digits they have:
 
-1. A contracted factor (in no output; an output that lacks a sharded factor is partial) takes what all its operands have in common, major digits first. A parameter that
-   holds it finer keeps that, if nothing else of the op uses the axis: the other operands are sliced, which is free.
+1. A contracted factor (in no output; an output that lacks a sharded factor is partial) takes what all its operands have in common, major digits first. Where one holds it
+   finer it keeps that, if nothing else of the op uses the axis: the other operands are sliced, which is free.
 2. Another factor takes the finest proposal that the others are prefixes of; of proposals that disagree the one of a
    parameter, else that of the operand with the most bytes.
-3. A mesh axis goes to one factor only. Major digits are served first; at equal depth a parameter's factor wins,
-   then the one whose loss would move more bytes, then the one written first.
+3. A mesh axis goes to one factor only. Major digits are served first; at equal depth the factor wins on
+   which the result is wanted to have it (a gradient, `constrain`), then a parameter's, then the one whose loss would move more bytes, then the one written first.
 
 A partial sum is carried through sums of values that are partial alike, through views, and through products with a
 number; anything else resolves it, once, for all its users, into the layout that its first user asks for.
@@ -189,6 +189,7 @@ class _Claim:
     dim: Dim
     by_parameter: bool
     weight: int  # bytes that would move if it were refused
+    wanted: frozenset[str] = frozenset()  # axes that whoever reads the result wants on this factor
     granted: int = 0  # mesh digits granted so far
     closed: bool = False
 
@@ -212,7 +213,7 @@ class _Claim:
 
 
 def _grant(claims: list[_Claim], taken: set[str]) -> None:
-    """Gives each mesh axis to at most one factor: by depth, then parameters, then weight, then order."""
+    """Gives each mesh axis to at most one factor: by depth, then what is wanted, parameters, weight, order."""
     depth = 0
     while any(not c.closed for c in claims):
         asking: dict[str, list[_Claim]] = {}
@@ -229,7 +230,7 @@ def _grant(claims: list[_Claim], taken: set[str]) -> None:
             else:
                 asking.setdefault(axis, []).append(claim)
         for axis, rivals in asking.items():
-            rivals.sort(key=lambda c: (not c.by_parameter, -c.weight))
+            rivals.sort(key=lambda c: (axis not in c.wanted, not c.by_parameter, -c.weight))  # noqa: B023
             rivals[0].granted += 1
             taken.add(axis)
             for loser in rivals[1:]:
@@ -462,9 +463,11 @@ class _State:
                 target = _with_dim(target, rule.at, held[i])
             if i in rule.linear and carried:
                 target = target.with_partial(carried)
-            lost = [a for a in version.layout.axes if a not in target.axes]
-            asked = all(a in by_parameter for a in lost)
-            cause = _cause(node, rule, version.layout, target)
+            pairs = zip(version.layout.dims, target.dims, strict=True)
+            lost = [axis for before, after in pairs for axis in before.axes if axis not in after.axes]
+            asked = all(axis in by_parameter and axis not in target.axes for axis in lost)
+            granted = {axis for dim in dims.values() for axis in dim.axes}
+            cause = _cause(node, version.layout, target, lost, granted)
             fetched.append(self.fetch(ref.id, target, node.origin, cause, asked))
         read = dict.fromkeys(f for fs in rule.operands for f in fs if f is not None)
         indexed = tuple(axis for factor in rule.indexed for axis in dims[factor].axes)
@@ -525,6 +528,10 @@ class _State:
             if factor in rule.blocked:
                 continue
             claim = _propose(factor, held, contracted=factor not in produced)
+            if factor in produced:
+                _, value, d = produced[factor]
+                if value in self.wanted:
+                    claim.wanted = frozenset(self.wanted[value].dims[d].axes)
             if factor in rule.indexed and not _contiguous(claim.dim):
                 continue
             claims.append(claim)
@@ -548,11 +555,14 @@ class _State:
 
     def finish(self, output: Ref, layout: Layout | None, keep_partial: bool) -> Version:
         """An output in the layout asked for, or as it comes; partial only where that is allowed."""
-        version = self.current(output.id, _OUTPUT)
+        producer = self.graph.producers.get(output.id)
+        made = self.graph.nodes[producer].origin if producer is not None else _OUTPUT
+        origin = replace(made, phase=_OUTPUT.phase)
+        version = self.current(output.id, origin)
         if keep_partial and layout is None:
             return version
         target = layout or version.layout.without_partial()
-        return self.fetch(output.id, target, _OUTPUT, "output" if layout is None else "spec of an output")
+        return self.fetch(output.id, target, origin, "output" if layout is None else "spec of an output")
 
 
 _OUTPUT = Origin("", "", "update")
@@ -602,9 +612,9 @@ def _propose(factor: str, held: list[tuple[Dim, bool, int]], contracted: bool) -
 
 
 def _extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim:
-    """A contracted factor as fine as a parameter holds it, where the axes are free: slicing the others costs nothing."""
-    for other, by_parameter, _ in held:
-        if not by_parameter or len(other.segments) > 1 or len(dim.segments) > 1:
+    """A contracted factor as fine as an operand holds it, where the axes are free: slicing the others costs nothing."""
+    for other, _, _ in sorted(held, key=lambda h: (not h[1], -h[2])):
+        if len(other.segments) > 1 or len(dim.segments) > 1:
             continue
         if _is_prefix(dim.digits, other.digits) and len(other.digits) > len(dim.digits):
             added = [d.axis for d in other.digits[len(dim.digits) :] if d.axis is not None]
@@ -623,14 +633,16 @@ def _with_dim(layout: Layout, at: int, dim: Dim) -> Layout:
     return layout.with_dims((*layout.dims[:at], dim, *layout.dims[at + 1 :]))
 
 
-def _cause(node: Node, rule: Rule, before: Layout, after: Layout) -> str:
+def _cause(node: Node, before: Layout, after: Layout, lost: list[str], granted: set[str]) -> str:
+    """Why an operand moves, in words; `lost` are the axes that leave their dim, `granted` those that the op uses."""
     if before == after:
         return ""
     if before.partial:
         return f"partial over {', '.join(before.partial_axes)}, read by {node.name}"
-    lost = [a for a in before.axes if a not in after.axes]
+    moved = [axis for axis in lost if axis in after.axes]
+    if moved:
+        return f"{node.name} has {', '.join(moved)} on another dim"
     if lost:
-        whole = rule.blocked or ()
-        reason = "needs a whole dim" if whole else "has the axis elsewhere"
+        reason = "has the axis elsewhere" if granted & set(lost) else "needs a whole dim"
         return f"{node.name} {reason}: gather over {', '.join(lost)}"
     return f"{node.name} reads it with its other operands' layout"

@@ -84,11 +84,22 @@ def rule_of(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorT
         raise MissingRule(
             f"no rule says how {node.name} shards (operands {', '.join(map(repr, operands))}; at "
             f"{node.origin.source or 'an unknown line'} in {node.origin.module or 'the program'}). Add one with "
-            f'register_rule("{node.name}", "b s, s e -> b e"), a factor for each dim, or run the code on local shards '
-            "with local_map"
+            f'register_rule("{node.name}", "{_example(operands, outputs)}"), a factor for each dim, the same letter where '
+            "dims belong together, or run the code on local shards with local_map"
         )
     rule = known if isinstance(known, str) else known(node, operands, outputs)
     return parse_rule(rule) if isinstance(rule, str) else rule
+
+
+def _example(operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> str:
+    """A rule of the right form for an op nobody knows: dims of one size get one letter."""
+    letters: dict[int, str] = {}
+
+    def name(n: int) -> str:
+        return letters.setdefault(n, "abcdefghijklmnopqrstuvwxyz"[len(letters) % 26])
+
+    left, right = (", ".join(" ".join(map(name, t.shape)) for t in side) for side in (operands, outputs))
+    return f"{left} -> {right}"
 
 
 @lru_cache(maxsize=4096)

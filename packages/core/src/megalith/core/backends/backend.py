@@ -20,9 +20,25 @@ __all__ = ["Backend", "Count", "PerRank", "Virtual", "choose_backend"]
 
 @dataclass(frozen=True)
 class PerRank:
-    """One tensor's shards on all ranks of a mesh, in one process."""
+    """One tensor's shards on all ranks of a mesh, in one process.
+
+    >>> PerRank((torch.ones(2), torch.ones(2)))
+    PerRank(2 shards of float32[2])
+    """
 
     shards: tuple[torch.Tensor, ...]
+
+    def item(self) -> Any:
+        """The number that every rank holds."""
+        return self.shards[0].item()
+
+    def __float__(self) -> float:
+        return float(self.shards[0])
+
+    def __repr__(self) -> str:
+        first = self.shards[0]
+        shape = f"{str(first.dtype).removeprefix('torch.')}[{', '.join(map(str, first.shape))}]"
+        return f"PerRank({len(self.shards)} shards of {shape})"
 
 
 @runtime_checkable
@@ -63,6 +79,11 @@ class Virtual:
         return lockstep.gather(list(shards.shards), layout)
 
     def local_shape(self, shards: Any) -> tuple[tuple[int, ...], ...]:
+        if isinstance(shards, torch.Tensor):
+            raise TypeError(
+                f"a call on the virtual backend takes shards, and got a whole tensor of shape {list(shards.shape)}; "
+                "place it first: shards = sharded.place(...), or run sharded.whole(...) on whole tensors"
+            )
         return tuple(tuple(s.shape) for s in shards.shards)
 
     def load(self, programs: Mapping[int, Program]) -> Callable[[Sequence[Any]], list[Any]]:

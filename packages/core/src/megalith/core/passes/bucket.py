@@ -88,7 +88,8 @@ def _joined(
     group: list[Launch], types: dict[int, TensorType], waits: dict[int, Wait]
 ) -> tuple[list[Instruction], list[Instruction]]:
     """One all-reduce in the place of several: what packs and launches it, and what awaits and unpacks it."""
-    first, origin = max(group, key=lambda launch: launch.bytes_received), group[-1].origin
+    first = max(group, key=lambda launch: launch.bytes_received)
+    origin = first.origin
     dtype = types[first.buffer].dtype
     sizes = [types[launch.buffer] for launch in group]
     out: list[Instruction] = []
