@@ -212,9 +212,6 @@ VOLUMES = {  # elements that a rank receives, n = 64, q = 4
 }
 
 
-OPEN = {("2D", "dw"), ("2.5D", "dw")}  # exact, but not yet by the shortest way
-
-
 def product(grid, which, q):
     mesh, *layouts = GRIDS[grid]
     first, second, out, fn = PRODUCTS[which]
@@ -229,7 +226,7 @@ def test_a_product_on_a_grid_is_exact(grid, which):
     same_on_mesh(fn, randn(16, 16), randn(16, 16), mesh=mesh, specs=specs)
 
 
-@pytest.mark.parametrize("grid, which", [(g, w) for g in GRIDS for w in PRODUCTS if (g, w) not in OPEN])
+@pytest.mark.parametrize("grid, which", [(g, w) for g in GRIDS for w in PRODUCTS])
 def test_a_product_on_a_grid_moves_the_closed_form(grid, which):
     fn, mesh, specs = product(grid, which, 4)
     program = shard(fn, Mesh(mesh), specs, backend="virtual").program(randn(64, 64), randn(64, 64))
@@ -280,3 +277,16 @@ def test_a_parameter_stays_and_the_activation_comes():
     )
     (launch,) = sharded.program({"w": randn(6, 8)}, randn(64, 6)).collectives
     assert (launch.kind, launch.source.shape) == ("all_gather", (64, 6))
+
+
+def test_sequence_parallelism_gathers_each_cotangent_and_each_saved_activation_once():
+    """A block saves its norms' outputs as shards and gathers them again for the weights' gradients, as Megatron does."""
+    run = Run("tp=2", TP | VOCAB | {"model.embed_tokens": "b (tp s) e"})
+    cotangents, saved = 2 * LAYERS + 1, 2 * LAYERS
+    assert run.backward == {"reduce_scatter tp": 2 * LAYERS + 1, "all_gather tp": cotangents + saved}, run.told()
+
+
+def test_fewer_key_value_heads_than_ranks_reduce_each_gradient_once():
+    run = Run("tp=(kv=2 rep=2)", GQA)
+    wanted = {"all_reduce kv rep": 2 * LAYERS, "all_reduce rep": 2 * LAYERS}  # activations; k and v of each layer
+    assert {**run.backward, **run.update} == wanted, run.told()

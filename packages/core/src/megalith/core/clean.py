@@ -38,6 +38,7 @@ def _simplify(graph: Graph) -> Graph:
     seen: dict[Any, Node] = {}
     producer: dict[int, Node] = {}
     kept: list[Node] = []
+    fed = set(graph.inputs)  # inputs, and views of them
 
     def now(ref: Ref) -> Ref:
         return renamed.get(ref.id, ref)
@@ -48,7 +49,9 @@ def _simplify(graph: Graph) -> Graph:
         if _does_nothing(node, graph.types):
             renamed[node.outputs[0]] = node.args[0]
             continue
-        key = _key(node)
+        key = _key(node, fed)
+        if node.op in _VIEWS and node.args[0].id in fed:
+            fed.update(node.outputs)
         twin = seen.get(key) if key is not None else None
         if twin is not None:
             renamed.update({mine: Ref(its) for mine, its in zip(node.outputs, twin.outputs, strict=True)})
@@ -83,11 +86,15 @@ def _does_nothing(node: Node, types: Mapping[int, Any]) -> bool:
     return False
 
 
-def _key(node: Node) -> Any:
-    """What equal nodes have in common; None for nodes that are never merged."""
+def _key(node: Node, fed: set[int]) -> Any:
+    """What equal nodes have in common; None for nodes that are never merged.
+
+    Views are shared by all phases, but those of inputs are not: a parameter is gathered in each phase anew.
+    """
     if isinstance(node.op, Call) or node.op in (markers.constrain, markers.like):
         return None
-    phase = "" if node.op in _VIEWS else node.origin.phase
+    shared = node.op in _VIEWS and node.args[0].id not in fed
+    phase = "" if shared else node.origin.phase
     return node.op, phase, _hashable(node.args), _hashable(node.kwargs)
 
 

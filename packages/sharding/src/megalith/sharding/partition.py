@@ -148,6 +148,9 @@ def _walk(
         state.add_input(value, given)
     for value in graph.constants:
         state.produce(value, replicated(graph.types[value].shape, mesh))
+    for output, layout in zip(graph.outputs, outputs or (), strict=False):
+        if isinstance(output, Ref) and layout is not None:
+            state.wanted.setdefault(output.id, layout)
     state.find_wanted()
     for node in graph.nodes:
         state.visit(node)
@@ -261,6 +264,7 @@ class _State:
     wanted: dict[int, Layout] = field(default_factory=dict)
     types: dict[int, TensorType] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
+    view_of: dict[int, Node] = field(default_factory=dict)  # value -> the permutation or reshape that makes it
     next_value: int = 0
 
     def __post_init__(self) -> None:
@@ -304,9 +308,32 @@ class _State:
                 return version
         usable = [v for v in candidates if not v.layout.partial] or candidates[:1]
         size = self.types[value].dtype.itemsize
+        at_root = self._fetch_root(value, layout, usable, origin, cause, asked)
+        if at_root is not None:
+            return at_root
         best = min(usable, key=lambda v: plan(v.layout, layout, size).seconds) if len(usable) > 1 else usable[0]
         target = Version(value, layout, best.epoch)
         self._move(best, target, origin, cause, asked)
+        return target
+
+    def _fetch_root(
+        self, value: int, layout: Layout, usable: list[Version], origin: Origin, cause: str, asked: bool
+    ) -> Version | None:
+        """A view in another layout, by way of what it is a view of: all views of one tensor then share one collective."""
+        node = self.view_of.get(value)
+        size = self.types[value].dtype.itemsize
+        if node is None or usable[0].epoch or not all(plan(v.layout, layout, size).bytes_received for v in usable):
+            return None
+        (operand,) = node.operands
+        if self.current(operand.id, origin).epoch:
+            return None
+        wanted = _before_view(node, layout, self.types[operand.id].shape)
+        if wanted is None:
+            return None
+        root = self.fetch(operand.id, wanted, origin, cause, asked)
+        target = Version(value, layout)
+        self.versions[value].append(target)
+        self.steps.append(Run(node, (root,), (target,)))
         return target
 
     def _move(self, source: Version, target: Version, origin: Origin, cause: str, asked: bool = True) -> None:
@@ -329,12 +356,10 @@ class _State:
             elif node.op is markers.constrain:
                 target = self.parse(node.args[1], self.types[node.outputs[0]].shape)
             elif node.name in _VIEWS and node.outputs[0] in self.wanted:
-                target = self.wanted[node.outputs[0]]
-                if node.name == "aten.permute.default":
-                    order = [d % len(node.args[1]) for d in node.args[1]]
-                    target = target.with_dims(tuple(target.dims[order.index(d)] for d in range(len(order))))
-                else:
-                    target = regroup(target, self.types[node.operands[0].id].shape)[1]
+                before = _before_view(node, self.wanted[node.outputs[0]], self.types[node.operands[0].id].shape)
+                if before is None:
+                    continue
+                target = before
             else:
                 continue
             self.wanted.setdefault(node.args[0].id, target)
@@ -432,6 +457,8 @@ class _State:
     def _emit(
         self, node: Node, operands: tuple[Version, ...], layouts: Sequence[Layout | None], indexed: tuple[str, ...] = ()
     ) -> None:
+        if node.name in _VIEWS:
+            self.view_of[node.outputs[0]] = node
         outs = []
         for value, layout in zip(node.outputs, layouts, strict=True):
             outs.append(None if value < 0 or layout is None else self.produce(value, layout))
@@ -494,6 +521,10 @@ class _State:
         if len(groups) == 1:
             return node, node.operands
         terms = list(groups.pop((), []))
+        groups = self._alike(groups, node.origin)
+        if not terms and len(groups) == 1:
+            (alike,) = groups.values()
+            return replace(node, args=(tuple(alike),)), tuple(alike)
         for group in groups.values():
             if len(group) > 1:
                 value = self.fresh(self.types[node.outputs[0]])
@@ -501,6 +532,24 @@ class _State:
                 group = [Ref(value)]
             terms.extend(group)
         return replace(node, args=(tuple(terms),)), tuple(terms)
+
+    def _alike(self, groups: dict[Any, list[Ref]], origin: Origin) -> dict[Any, list[Ref]]:
+        """Terms that are partial over different axes, made partial over all of them, which is free where they are whole."""
+        ops = {op for partial in groups for _, op in partial}
+        axes = {axis for partial in groups for axis, _ in partial}
+        held = {a for group in groups.values() for ref in group for a in self.current(ref.id, origin).layout.axes}
+        if len(groups) < 2 or ops != {"sum"} or axes & held:
+            return groups
+        together: list[Ref] = []
+        for group in groups.values():
+            for ref in group:
+                layout = self.current(ref.id, origin).layout.with_partial(dict.fromkeys(axes, "sum"))
+                value = self.fresh(self.types[ref.id])
+                version = self.fetch(ref.id, layout, origin, "added to what is partial over more axes")
+                out = self.produce(value, layout)
+                self.steps.append(Run(Node(markers.constrain, (ref,), {}, (value,), origin), (version,), (out,)))
+                together.append(Ref(value))
+        return {tuple(axes): together}
 
     def _assign(
         self,
@@ -567,6 +616,16 @@ class _State:
 
 _OUTPUT = Origin("", "", "update")
 _VIEWS = {"aten.permute.default", "aten.reshape.default"}
+
+
+def _before_view(node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    """The layout of a view's operand (of this shape) that gives the view this layout by itself; None if there is none."""
+    if node.name == "aten.permute.default":
+        order = [d % len(node.args[1]) for d in node.args[1]]
+        return layout.with_dims(tuple(layout.dims[order.index(d)] for d in range(len(order))))
+    needed, before = regroup(layout, shape)
+    same = needed == layout and regroup(before, layout.shape) == (before, layout)
+    return before if same else None
 
 
 def _carried(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
