@@ -27,7 +27,7 @@ from megalith.sharding.rule import known_rules
 aten = torch.ops.aten
 MESHES = [Mesh("tp=2"), Mesh("tp=3"), Mesh("dp=2 tp=2"), Mesh("dp=3 tp=2")]
 
-# --- layouts --------------------------------------------------------------------------------------------
+# --- layouts ------------------------------------------------------------------------------------------------
 
 
 def cut(size, factors):
@@ -88,7 +88,7 @@ def place(tensor, layout):
     return shards
 
 
-# --- the check --------------------------------------------------------------------------------------------
+# --- the check ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -129,7 +129,7 @@ def agree(name, example, mesh, given_layouts, parameters):
             torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10, equal_nan=True)
 
 
-# --- how arguments are drawn -----------------------------------------------------------------------------------
+# --- how arguments are drawn --------------------------------------------------------------------------------
 
 ROWS = {}
 
@@ -380,7 +380,7 @@ def adaptive_pool_backward(draw, op):
     return Example(op, [normal(b, c, 3, 2), normal(b, c, 5, 4)])
 
 
-# --- norms ------------------------------------------------------------------------------------------------------
+# --- norms --------------------------------------------------------------------------------------------------
 
 
 @row("aten.native_layer_norm.default")
@@ -404,7 +404,7 @@ def layer_norm_backward(draw, op):
     return Example(fn, [normal(*full), x, mean, rstd, w, b])
 
 
-# --- reductions ------------------------------------------------------------------------------------------------
+# --- reductions ---------------------------------------------------------------------------------------------
 
 
 def some_dims(draw, rank, least=1):
@@ -500,7 +500,7 @@ def triangle(draw, op):
     return Example(lambda x: op(x, diagonal), [normal(*shape(draw, 2, 3))])
 
 
-# --- shapes -------------------------------------------------------------------------------------------------------
+# --- shapes -------------------------------------------------------------------------------------------------
 
 
 @row("aten.permute.default")
@@ -700,7 +700,7 @@ def index_put(draw, op):
     return Example(lambda x, i, v: op(x, [*[None] * dim, i], v), [normal(*full), torch.randperm(full[dim])[:n], values])
 
 
-# --- the tests ---------------------------------------------------------------------------------------------------------
+# --- the tests ----------------------------------------------------------------------------------------------
 
 
 def test_every_rule_has_a_row():

@@ -94,7 +94,7 @@ class _Folder:
             return
         if all(ref.id in self.known for ref in node.operands):
             args, kwargs = map_refs((node.args, node.kwargs), lambda ref: self.known[ref.id])
-            self.known[node.outputs[0]] = node.op(*args, **kwargs)  # type: ignore[operator]
+            self.known[node.outputs[0]] = node.op(*args, **kwargs)
 
     def _without_zero(self, node: Node) -> Ref | None:
         out = self.types[node.outputs[0]]

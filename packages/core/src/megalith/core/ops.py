@@ -22,7 +22,9 @@ _library.define(
     f"adamw_(Tensor(a!) p, {_SCHEMA.format(m='Tensor(b!)', v='Tensor(c!)')}) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
 )
 
-_library.define("index_sum(Tensor values, Tensor?[] indices, int[] shape) -> Tensor", tags=[torch.Tag.pt2_compliant_tag])
+_library.define(
+    "index_sum(Tensor values, Tensor?[] indices, int[] shape) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
+)
 
 
 def _index_sum(values: Tensor, indices: Any, shape: Any) -> Tensor:

@@ -67,9 +67,9 @@ def _boolean(x: TensorType, name: str) -> frozenset[str]:
 def _index_select(node: Node, operands: Types, outputs: Types) -> Rule:
     dim = node.args[1] % max(len(operands[0].shape), 1)
     x = tuple("v" if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
-    out = tuple("k" if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
     index = ("k",) if operands[1].shape else ()
-    out = out if index else tuple(None if f == "k" else f for f in out)
+    picked = "k" if index else None
+    out = tuple(picked if d == dim else f"d{d}" for d in range(len(operands[0].shape)))
     return Rule((x, index), (out,), indexed=frozenset("v"), blocked=_boolean(operands[0], "v"))
 
 
