@@ -280,7 +280,7 @@ def test_a_parameter_stays_and_the_activation_comes():
 
 
 def test_sequence_parallelism_gathers_each_cotangent_and_each_saved_activation_once():
-    """A block saves its norms' outputs as shards and gathers them again for the weights' gradients, as Megatron does."""
+    """A block saves its norms' outputs as shards, and gathers them again for weights' gradients, as Megatron does."""
     run = Run("tp=2", TP | VOCAB | {"model.embed_tokens": "b (tp s) e"})
     cotangents, saved = 2 * LAYERS + 1, 2 * LAYERS
     assert run.backward == {"reduce_scatter tp": 2 * LAYERS + 1, "all_gather tp": cotangents + saved}, run.told()

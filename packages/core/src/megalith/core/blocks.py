@@ -1,7 +1,7 @@
 """Which parts of a model repeat? A block that repeats is traced once, forward and backward, and called by name.
 
-The members of an `nn.ModuleList` that are of one class, with equal settings and inputs of equal shape, are one block. Its
-first two occurrences are traced and compared; the rest only call it. A block's backward is a graph of its own, which
+The members of an `nn.ModuleList` that are of one class, with equal settings and inputs of equal shape, are one block.
+Its first two occurrences are traced and compared; the rest only call it. A block's backward is a graph of its own: it
 reads the block's inputs, what the forward saved, and the cotangents; views are made again rather than saved.
 """
 
@@ -383,7 +383,7 @@ class _CallBlock(torch.autograd.Function):
     """One call of a block: a node forward, and in the backward another."""
 
     @staticmethod
-    def forward(ctx: Any, tracer: Tracer, traced: _Traced, path: str, *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, tracer: Tracer, traced: _Traced, path: str, *tensors: torch.Tensor) -> Any:
         types = [t for t in traced.outputs if t is not None]
         made = tracer.call(Call(traced.forward, prefix=path), _unique(tensors), [*types, *traced.saved])
         outs, saved = made[: len(types)], made[len(types) :]
@@ -393,7 +393,7 @@ class _CallBlock(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise NoBlocks("a block's backward is differentiated again")
         tracer, traced = ctx.tracer, ctx.traced

@@ -222,7 +222,10 @@ def _cross_entropy(
     return loss.sum() / valid.sum() if reduction == "mean" else loss.sum()
 
 
-_COMPOSITES: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attention, F.cross_entropy: _cross_entropy}
+_COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: _attention,
+    F.cross_entropy: _cross_entropy,
+}
 
 
 class Intercept(TorchFunctionMode):

@@ -116,9 +116,9 @@ def resolve_leaves(
 ) -> Resolution:
     """Gives each tensor leaf the layouts that the specs say.
 
-    Leaves outside of the parameters are optimizer state to the specs: `:state` entries are for them, and the stored side
-    of `stored -> used`. A function without parameters (nothing in it is called `params`) has no state either: what a
-    spec stores and uses in two ways is then a parameter of it.
+    Leaves outside of the parameters are optimizer state to the specs: `:state` entries are for them, and the stored
+    side of `stored -> used`. A function without parameters (nothing in it is called `params`) has no state either: what
+    a spec stores and uses in two ways is then a parameter of it.
 
     Args:
         whole: whether these are all leaves of the function, so that it is known whether it has parameters.

@@ -303,6 +303,7 @@ _NO_MESH = Mesh("")
 _IGNORED_KWARGS = {"device", "layout", "pin_memory", "memory_format", "non_blocking"}
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_LIBRARIES = (_HERE, _TORCH, "<frozen", "<string", "<eval")
 _skipped: dict[str, bool] = {}
 
 
@@ -313,7 +314,7 @@ def source_line() -> str:
         name = frame.f_code.co_filename
         skip = _skipped.get(name)
         if skip is None:
-            skip = name.startswith((_HERE, _TORCH, "<frozen", "<string", "<eval")) or f"{os.sep}einops{os.sep}" in name or "contextlib" in name
+            skip = name.startswith(_LIBRARIES) or f"{os.sep}einops{os.sep}" in name or "contextlib" in name
             _skipped[name] = skip
         if not skip:
             return f"{os.path.basename(name)}:{frame.f_lineno}"

@@ -56,7 +56,7 @@ def grad_and_value(
                 out = fn(*new_args, **kwargs)
                 value = out[0] if has_aux else out
                 if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                    raise TypeError(f"grad_and_value needs a function that returns a scalar tensor, got {_shown(value)}")
+                    raise TypeError(f"grad_and_value needs a function that returns a scalar, got {_shown(value)}")
                 found = torch.autograd.grad(
                     value, [leaves[i] for i in wanted], allow_unused=True, materialize_grads=True
                 )

@@ -5,12 +5,14 @@ moves (a value from one layout to another). After this, every operand of every r
 
 Each op's rule names its factors. For each factor the operands that hold it propose the digits they have:
 
-1. A contracted factor (in no output; an output that lacks a sharded factor is partial) takes what all its operands have in common, major digits first. Where one holds it
-   finer it keeps that, if nothing else of the op uses the axis: the other operands are sliced, which is free.
+1. A contracted factor (in no output; an output that lacks a sharded factor is partial) takes what all its operands have
+   in common, major digits first. Where one holds it finer it keeps that, if nothing else of the op uses the axis: the
+   other operands are sliced, which is free.
 2. Another factor takes the finest proposal that the others are prefixes of; of proposals that disagree the one of a
    parameter, else that of the operand with the most bytes.
-3. A mesh axis goes to one factor only. Major digits are served first; at equal depth the factor wins on
-   which the result is wanted to have it (a gradient, `constrain`), then a parameter's, then the one whose loss would move more bytes, then the one written first.
+3. A mesh axis goes to one factor only. Major digits are served first; at equal depth the factor wins on which the
+   result is wanted to have it (a gradient, `constrain`), then a parameter's, then the one whose loss would move more
+   bytes, then the one written first.
 
 A partial sum is carried through sums of values that are partial alike, through views, and through products with a
 number; anything else resolves it, once, for all its users, into the layout that its first user asks for.
@@ -18,97 +20,21 @@ number; anything else resolves it, once, for all its users, into the layout that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalith.sharding import markers
-from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType, refs
-from megalith.sharding.layout import Digit, Dim, Layout, replicated
+from megalith.sharding.claims import Claim, contiguous, extend, grant, propose
+from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType
+from megalith.sharding.layout import Dim, Layout, replicated
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.rule import Rule, rule_of
 from megalith.sharding.transition import plan
+from megalith.sharding.versions import Input, Move, Partition, Run, Version
 from megalith.sharding.views import regroup
 
 __all__ = ["Input", "Move", "Partition", "Run", "Version", "partition"]
-
-
-@dataclass(frozen=True)
-class Input:
-    """How an input of a graph lives.
-
-    Args:
-        stored: its layout at rest.
-        used: for a parameter, its layout while it computes; gathered at use, once a phase.
-        grad: the layout of its gradient.
-        is_parameter: parameters are stationary: where layouts conflict, the others move.
-        cause: the spec that decided, for explanations; not part of equality, so that blocks are shared.
-    """
-
-    stored: Layout
-    used: Layout | None = None
-    grad: Layout | None = None
-    is_parameter: bool = False
-    cause: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A value in one layout. `epoch` tells gathers of the same parameter in different phases apart."""
-
-    value: int
-    layout: Layout
-    epoch: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One node on local shards; for the call of a block, the block laid out for these operands."""
-
-    node: Node
-    operands: tuple[Version, ...]
-    outputs: tuple[Version | None, ...]
-    indexed_axes: tuple[str, ...] = ()
-    block: Partition | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A value brought from one layout to another.
-
-    `cause` says in words why: the spec or rule that asks for it. `asked` is whether a spec, a marker or the sum that a
-    spec implies asks for it; otherwise layouts merely disagree.
-    """
-
-    source: Version
-    target: Version
-    dtype_size: int
-    origin: Origin
-    cause: str
-    asked: bool = True
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A graph with a layout for every value.
-
-    Args:
-        graph: what was partitioned.
-        mesh: over which mesh.
-        inputs: the inputs as they are fed.
-        steps: runs and moves in order.
-        outputs: for each output of the graph a version, or a constant.
-        types: types of all values, those that partitioning made included.
-    """
-
-    graph: Graph
-    mesh: Mesh
-    inputs: tuple[Version, ...]
-    constants: tuple[Version, ...]
-    steps: tuple[Run | Move, ...]
-    outputs: tuple[Any, ...]
-    types: Mapping[int, TensorType]
 
 
 def partition(
@@ -167,85 +93,6 @@ def _walk(
         tuple(finished),
         state.types,
     )
-
-
-# --- claims: pure helpers on digits ----------------------------------------------------------------
-
-
-def _common(a: tuple[Digit, ...], b: tuple[Digit, ...]) -> tuple[Digit, ...]:
-    """The longest common prefix."""
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return a[:n]
-
-
-def _is_prefix(a: tuple[Digit, ...], b: tuple[Digit, ...]) -> bool:
-    return b[: len(a)] == a
-
-
-@dataclass
-class _Claim:
-    """What a factor would like to be sharded by, and who asks for it."""
-
-    factor: str
-    dim: Dim
-    by_parameter: bool
-    weight: int  # bytes that would move if it were refused
-    wanted: frozenset[str] = frozenset()  # axes that whoever reads the result wants on this factor
-    granted: int = 0  # mesh digits granted so far
-    closed: bool = False
-
-    @property
-    def mesh_digits(self) -> list[Digit]:
-        return [d for s in self.dim.segments for d in s.digits if d.axis is not None]
-
-    def result(self) -> Dim:
-        if self.granted == len(self.mesh_digits):
-            return self.dim
-        if len(self.dim.segments) > 1:
-            return Dim.of(self.dim.size)
-        kept, seen = [], 0
-        for digit in self.dim.digits:
-            if digit.axis is not None:
-                seen += 1
-                if seen > self.granted:
-                    break
-            kept.append(digit)
-        return Dim.of(self.dim.size, tuple(kept))
-
-
-def _grant(claims: list[_Claim], taken: set[str]) -> None:
-    """Gives each mesh axis to at most one factor: by depth, then what is wanted, parameters, weight, order."""
-    depth = 0
-    while any(not c.closed for c in claims):
-        asking: dict[str, list[_Claim]] = {}
-        for claim in claims:
-            if claim.closed:
-                continue
-            if depth >= len(claim.mesh_digits):
-                claim.closed = True
-                continue
-            axis = claim.mesh_digits[depth].axis
-            assert axis is not None
-            if axis in taken:
-                claim.closed = True
-            else:
-                asking.setdefault(axis, []).append(claim)
-        for axis, rivals in asking.items():
-            rivals.sort(key=lambda c: (axis not in c.wanted, not c.by_parameter, -c.weight))  # noqa: B023
-            rivals[0].granted += 1
-            taken.add(axis)
-            for loser in rivals[1:]:
-                loser.closed = True
-        depth += 1
-
-
-def _contiguous(dim: Dim) -> bool:
-    """Whether every rank holds one run of indices."""
-    if len(dim.segments) > 1:
-        return False
-    return all(d.axis is not None and not d.back_and_forth for d in dim.digits)
 
 
 # --- the walk --------------------------------------------------------------------------------------
@@ -319,7 +166,7 @@ class _State:
     def _fetch_root(
         self, value: int, layout: Layout, usable: list[Version], origin: Origin, cause: str, asked: bool
     ) -> Version | None:
-        """A view in another layout, by way of what it is a view of: all views of one tensor then share one collective."""
+        """A view in another layout, by way of what it views: all views of one tensor then share one collective."""
         node = self.view_of.get(value)
         size = self.types[value].dtype.itemsize
         if node is None or usable[0].epoch or not all(plan(v.layout, layout, size).bytes_received for v in usable):
@@ -365,11 +212,11 @@ class _State:
             self.wanted.setdefault(node.args[0].id, target)
 
     def compute_layout(self, value: int) -> Layout:
-        """Where a parameter is while it computes: what its gradient is made in; storage axes are scattered over after."""
+        """Where a parameter is while it computes: its gradient is made there, and then scattered over storage axes."""
         given = self.inputs.get(self.root_of(value))
         return replicated(self.types[value].shape, self.mesh) if given is None else given.used or given.stored
 
-    def grad_layout(self, value: int) -> Layout | None:  # type: ignore[return]
+    def grad_layout(self, value: int) -> Layout:
         root = self.root_of(value)
         given = self.inputs.get(root)
         if given is not None:
@@ -534,7 +381,7 @@ class _State:
         return replace(node, args=(tuple(terms),)), tuple(terms)
 
     def _alike(self, groups: dict[Any, list[Ref]], origin: Origin) -> dict[Any, list[Ref]]:
-        """Terms that are partial over different axes, made partial over all of them, which is free where they are whole."""
+        """Terms that are partial over different axes, made partial over all of them: free where they are whole."""
         ops = {op for partial in groups for _, op in partial}
         axes = {axis for partial in groups for axis, _ in partial}
         held = {a for group in groups.values() for ref in group for a in self.current(ref.id, origin).layout.axes}
@@ -576,26 +423,26 @@ class _State:
         for factor, held in holders.items():
             if factor in rule.blocked:
                 continue
-            claim = _propose(factor, held, contracted=factor not in produced)
+            claim = propose(factor, held, contracted=factor not in produced)
             if factor in produced:
                 _, value, d = produced[factor]
                 if value in self.wanted:
                     claim.wanted = frozenset(self.wanted[value].dims[d].axes)
-            if factor in rule.indexed and not _contiguous(claim.dim):
+            if factor in rule.indexed and not contiguous(claim.dim):
                 continue
             claims.append(claim)
         for factor, (_, value, d) in produced.items():
             if factor not in holders and factor not in rule.blocked and value in self.wanted:
                 dim = self.wanted[value].dims[d]
-                if factor not in rule.indexed or _contiguous(dim):
-                    claims.append(_Claim(factor, dim, True, self.types[value].nbytes))
-        _grant(claims, taken)
+                if factor not in rule.indexed or contiguous(dim):
+                    claims.append(Claim(factor, dim, True, self.types[value].nbytes))
+        grant(claims, taken)
         granted = {claim.factor: claim.result() for claim in claims}
         for factor, held in holders.items():
             contracted = factor not in produced and factor not in rule.blocked
             if contracted:
-                granted[factor] = _extend(granted.get(factor, Dim.of(held[0][0].size)), held, taken)
-                if factor in rule.indexed and not _contiguous(granted[factor]):
+                granted[factor] = extend(granted.get(factor, Dim.of(held[0][0].size)), held, taken)
+                if factor in rule.indexed and not contiguous(granted[factor]):
                     granted[factor] = Dim.of(held[0][0].size)
             granted.setdefault(factor, Dim.of(held[0][0].size))
         for factor, (_, value, d) in produced.items():
@@ -619,7 +466,7 @@ _VIEWS = {"aten.permute.default", "aten.reshape.default"}
 
 
 def _before_view(node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """The layout of a view's operand (of this shape) that gives the view this layout by itself; None if there is none."""
+    """The layout of a view's operand (of this shape) that gives the view this layout by itself, or None."""
     if node.name == "aten.permute.default":
         order = [d % len(node.args[1]) for d in node.args[1]]
         return layout.with_dims(tuple(layout.dims[order.index(d)] for d in range(len(order))))
@@ -642,46 +489,6 @@ def _carried(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
     if any(op != "sum" for _, op in partial) and rule.reduce == "sum":
         return {}
     return dict(partial)
-
-
-def _propose(factor: str, held: list[tuple[Dim, bool, int]], contracted: bool) -> _Claim:
-    """What a factor asks for, from the dims that hold it."""
-    weight = sum(nbytes for dim, _, nbytes in held if dim.axes)
-    sharded = [h for h in held if h[0].axes]
-    size = held[0][0].size
-    if not sharded:
-        return _Claim(factor, Dim.of(size), False, 0)
-    if any(len(dim.segments) > 1 for dim, _, _ in held):
-        first = sharded[0][0]
-        same = all(dim == first or (not dim.axes and not contracted) for dim, _, _ in held)
-        chosen = first if same else max(sharded, key=lambda h: (h[1], h[2]))[0] if not contracted else Dim.of(size)
-        return _Claim(factor, chosen, any(p for d, p, _ in held if d == chosen), weight)
-    if contracted:
-        digits = held[0][0].digits
-        for dim, _, _ in held[1:]:
-            digits = _common(digits, dim.digits)
-        dim = Dim.of(size, digits)
-        return _Claim(factor, dim, any(p for _, p, _ in sharded), weight)
-    finest = max(sharded, key=lambda h: len(h[0].digits))[0]
-    if all(_is_prefix(dim.digits, finest.digits) for dim, _, _ in held):
-        chosen = finest
-    else:
-        chosen = max(sharded, key=lambda h: (h[1], h[2]))[0]
-    return _Claim(factor, chosen, any(p and d.axes and _is_prefix(d.digits, chosen.digits) for d, p, _ in held), weight)
-
-
-def _extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim:
-    """A contracted factor as fine as an operand holds it, where the axes are free: slicing the others costs nothing."""
-    for other, _, _ in sorted(held, key=lambda h: (not h[1], -h[2])):
-        if len(other.segments) > 1 or len(dim.segments) > 1:
-            continue
-        if _is_prefix(dim.digits, other.digits) and len(other.digits) > len(dim.digits):
-            added = [d.axis for d in other.digits[len(dim.digits) :] if d.axis is not None]
-            finer = all(len(o.segments) == 1 and _is_prefix(o.digits, other.digits) for o, _, _ in held)
-            if finer and not any(a in taken for a in added):
-                taken.update(added)
-                return other
-    return dim
 
 
 def _dims_for(factors: Sequence[str | None], dims: Mapping[str, Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:

@@ -61,7 +61,7 @@ def register_rule(op: str, rule: RuleMaker | str) -> None:
 
     Args:
         op: its name, `"namespace.name.overload"`, such as `"aten.mm.default"`.
-        rule: the rule as a string; or a function of the node, its operands' types and its outputs' types that gives one.
+        rule: the rule as a string; or a function of the node, its operands' types and its outputs' types.
 
     Raises:
         ValueError: the op has a rule already, or the string does not parse.
@@ -84,8 +84,8 @@ def rule_of(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorT
         raise MissingRule(
             f"no rule says how {node.name} shards (operands {', '.join(map(repr, operands))}; at "
             f"{node.origin.source or 'an unknown line'} in {node.origin.module or 'the program'}). Add one with "
-            f'register_rule("{node.name}", "{_example(operands, outputs)}"), a factor for each dim, the same letter where '
-            "dims belong together, or run the code on local shards with local_map"
+            f'register_rule("{node.name}", "{_example(operands, outputs)}"), a factor for each dim, the same letter '
+            "where dims belong together, or run the code on local shards with local_map"
         )
     rule = known if isinstance(known, str) else known(node, operands, outputs)
     return parse_rule(rule) if isinstance(rule, str) else rule

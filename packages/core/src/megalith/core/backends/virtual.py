@@ -108,7 +108,7 @@ class _Rank:
         return [map_refs(output, self.read) for output in self.program.outputs]
 
 
-_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def _reduce(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
