@@ -317,5 +317,5 @@ def test_a_tensor_of_another_trace_is_an_error():
 
 
 def test_a_loss_that_is_no_scalar_is_an_error():
-    with pytest.raises(TypeError, match="needs a function that returns a scalar tensor"):
+    with pytest.raises(TypeError, match="needs a function that returns a scalar"):
         trace(lambda x: grad_and_value(lambda x: x * 2)(x), (randn(3),))

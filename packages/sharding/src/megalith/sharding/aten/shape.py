@@ -73,7 +73,8 @@ def _view_as_complex(node: Node, operands: tuple[TensorType, ...], outputs: tupl
 def _diagonal(node: Node, operands: tuple[TensorType, ...], outputs: tuple[TensorType, ...]) -> Rule:
     """Two dims are whole; their diagonal comes last."""
     rank = len(operands[0].shape)
-    first, second = node.args[2:4] if len(node.args) > 2 else (0, 1)
+    first = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim1", 0)
+    second = node.args[3] if len(node.args) > 3 else node.kwargs.get("dim2", 1)
     names = tuple(None if d in (first % rank, second % rank) else f"d{d}" for d in range(rank))
     diagonal = (*(name for name in names if name is not None), None)
     return Rule((names,), (diagonal,), linear=(0,))
