@@ -70,7 +70,12 @@ class Sharded:
     _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._signature = inspect.signature(self.fn)
+        try:
+            self._signature = inspect.signature(self.fn)
+        except ValueError as error:
+            raise TypeError(
+                f"{self.fn!r} does not tell its arguments' names, which specs match; wrap it: lambda x: fn(x)"
+            ) from error
         for name in self.donate:
             if name not in self._signature.parameters:
                 known = ", ".join(self._signature.parameters)
