@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +19,30 @@ def allocation_peak(fn: Callable[[], Any]) -> tuple[Any, int]:
     >>> 4000 <= peak < 6000
     True
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _without_stderr():
+        profile.start()
+    try:
         result = fn()
+    finally:
+        with _without_stderr():
+            profile.stop()
     alive = peak = 0
     for event in profile.profiler.kineto_results.events():
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
             alive += event.nbytes()
             peak = max(peak, alive)
     return result, peak
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """While open, what native code writes to stderr is lost: torch's profiler says that it starts and stops."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

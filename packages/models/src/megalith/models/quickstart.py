@@ -207,7 +207,6 @@ def main(arguments: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that waits for another is no news
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     torch.set_num_threads(1)
 
     text = documentation()
