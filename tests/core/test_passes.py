@@ -11,7 +11,7 @@ from megalith.core import SGD, AdamW, grad_and_value, shard
 from megalith.core.backends.backend import PerRank, Virtual
 from megalith.core.inputs import donated_outputs
 from megalith.core.lower import lower
-from megalith.core.passes import bucket, donate, overlap
+from megalith.core.passes import bucket, inplace, overlap
 from megalith.core.program import Compute, Launch, Wait, reads, writes
 from megalith.models.llama import Llama, LlamaConfig
 from megalith.sharding import Mesh
@@ -78,7 +78,7 @@ def case(name):
 
 
 def donating(name):
-    return lambda program: donate(program, case(name).donated)
+    return lambda program: inplace(program, case(name).donated)
 
 
 PASSES = {
@@ -276,7 +276,7 @@ def in_place(program):
 
 def test_each_parameter_is_stepped_in_place():
     chosen = case("dp x tp")
-    program = donate(chosen.plain[0], chosen.donated)
+    program = inplace(chosen.plain[0], chosen.donated)
     n_params = sum(name.startswith("params.") for name in program.input_names)
     assert len([i for i in in_place(program) if "adamw_" in str(i.fn)]) == n_params
     assert program.donated == tuple(chosen.donated)
@@ -284,10 +284,10 @@ def test_each_parameter_is_stepped_in_place():
 
 def test_nothing_is_written_that_is_not_donated():
     chosen = case("dp x tp")
-    assert donate(chosen.plain[0], ()) is chosen.plain[0]
+    assert inplace(chosen.plain[0], ()) is chosen.plain[0]
     assert not in_place(chosen.plain[0])
     free = {chosen.plain[0].inputs[i] for i, _ in chosen.donated}
-    written = {i.args[0].id for i in in_place(donate(chosen.plain[0], chosen.donated))}
+    written = {i.args[0].id for i in in_place(inplace(chosen.plain[0], chosen.donated))}
     made = {slot for i in chosen.plain[0].instructions for slot in writes(i)}
     assert written <= free | made
 

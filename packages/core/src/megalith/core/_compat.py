@@ -27,6 +27,7 @@ __all__ = [
     "autograd_sequence",
     "below_functionalize",
     "functional_form",
+    "inplace_form",
     "fused_adamw",
     "storage_id",
     "without_modes",
@@ -135,6 +136,13 @@ def functional_form(op: Any) -> Any:
     """`aten.add.Tensor` for `aten.add_.Tensor`; None for an op with no such form."""
     name = op._schema.name.split("::")[1]
     packet = getattr(getattr(torch.ops, op.namespace), name[:-1], None) if name.endswith("_") else None
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def inplace_form(op: Any) -> Any:
+    """`aten.add_.Tensor` for `aten.add.Tensor`; None for an op with no such form."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(getattr(torch.ops, op.namespace), f"{name}_", None)
     return getattr(packet, op._overloadname, None) if packet is not None else None
 
 

@@ -18,7 +18,7 @@ from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
-from megalith.core.passes import bucket, donate, overlap
+from megalith.core.passes import bucket, delay, inplace, overlap
 from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
@@ -266,7 +266,7 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: bucket(overlap(donate(lower(laid_out, rank, device=device), donated))) for rank in self.backend.ranks
+            rank: scheduled(lower(laid_out, rank, device=device), donated) for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))
@@ -297,6 +297,11 @@ def _collecting_no_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def scheduled(program: Program, donated: Sequence[tuple[int, int]]) -> Program:
+    """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap and travel together."""
+    return bucket(overlap(inplace(delay(program), donated)))
 
 
 def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
