@@ -172,8 +172,8 @@ def traced(fn, *args, mesh="", specs=None, donate=()) -> Program:
 
 def test_a_view_shares_and_a_reshape_of_a_permutation_copies():
     x = torch.zeros(16, 32)  # 2048 bytes
-    assert memory(traced(lambda x: x.sin().reshape(512).exp(), x)).curve == (4096, 4096, 6144)
-    assert memory(traced(lambda x: x.sin().t().reshape(512).exp(), x)).curve == (4096, 4096, 6144, 6144)
+    assert memory(traced(lambda x: x.sin().reshape(512).exp(), x)).curve == (4096, 4096, 4096)  # in place
+    assert memory(traced(lambda x: x.sin().t().reshape(512).exp(), x)).curve == (4096, 4096, 6144, 4096)
 
 
 def test_each_buffer_says_what_it_is_for():
@@ -185,7 +185,7 @@ def test_each_buffer_says_what_it_is_for():
     kinds = {b.name: b.kind for b in report.buffers}
     assert kinds["w"] == kinds["x"] == "inputs"
     assert kinds["aten.sub.Tensor"] == "outputs"
-    assert kinds["aten.mm.default"] == "saved" or kinds["aten.cos.default"] == "temporary"
+    assert kinds["aten.mm.default"] == "temporary"  # its cosine takes its place
     assert [sum(parts) for parts in zip(*report.by_kind.values(), strict=True)] == list(report.curve)
     assert sum(b.bytes for b in report.at_peak) == report.peak == max(report.curve)
     assert "peak" in str(report)
@@ -197,13 +197,13 @@ def test_a_donated_input_is_freed_after_its_last_use():
     def fn(x):
         return x.sin().cos()
 
-    assert memory(traced(fn, x)).curve == (32768, 49152)
-    assert memory(traced(fn, x, donate=("x",))).curve == (32768, 32768)
+    assert memory(traced(fn, x)).curve == (32768, 32768)
+    assert memory(traced(fn, x, donate=("x",))).curve == (16384, 16384)  # all of it in place
 
 
 def test_gloo_gathers_through_a_copy():
     x = torch.zeros(64, 64)  # 8192 bytes on each rank, 16384 gathered
-    program = traced(lambda x: constrain(x, "a b").sin(), x, mesh="tp=2", specs={"x": "(tp a) b"})
+    program = traced(lambda x: constrain(x, "a b").sum(), x, mesh="tp=2", specs={"x": "(tp a) b"})
     report = memory(program)
     launch = next(n for n, i in enumerate(program.instructions) if isinstance(i, Launch))
     assert report.curve[launch] == 8192 + 2 * 16384

@@ -139,7 +139,7 @@ def _order(instruction):
         return 1
     if isinstance(instruction, Wait):
         return 2
-    return {"mm": 0, "relu": 3, "sin": 4, "cos": 5}[str(instruction.fn).split(".")[1]]
+    return {"mm": 0, "relu": 3, "sin": 4, "cos": 5}[str(instruction.fn).split(".")[1].removesuffix("_")]
 
 
 def test_devices_differ_by_dtype():

@@ -223,6 +223,7 @@ _MASKS = {"aten.where.self": 0, "aten.masked_fill.Scalar": 1, "aten.masked_fill.
 
 
 def _workspace(fn: Callable[..., Any], name: str, operands: Operands, outputs: Outputs) -> int:
+    name = name.replace("_.", ".")  # in place an op computes as it does otherwise
     table = WORKSPACE.get(name)
     if table is not None:
         return table(operands, outputs)

@@ -28,7 +28,8 @@ def allocation_peak(fn: Callable[[], Any]) -> tuple[Any, int]:
         with _without_stderr():
             profile.stop()
     alive = peak = 0
-    for event in profile.profiler.kineto_results.events():
+    record: Any = profile.profiler
+    for event in record.kineto_results.events():
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
             alive += event.nbytes()
             peak = max(peak, alive)

@@ -300,7 +300,7 @@ def _collecting_no_garbage() -> Iterator[None]:
 
 
 def scheduled(program: Program, donated: Sequence[tuple[int, int]]) -> Program:
-    """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap and travel together."""
+    """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined."""
     return bucket(overlap(inplace(delay(program), donated)))
 
 

@@ -1,8 +1,8 @@
-"""What can run while a reduction is under way? The ops before it that nobody needs until later, weight gradients mostly.
+"""What can run while a reduction is under way? What stands before it and nobody needs yet, weight gradients mostly.
 
-Takes a program in which nothing is written in place yet. Gives the same instructions in another order. After this, an op
-that stood before a reduction, and whose result is read only after what the reduction brings, stands behind its launch:
-the gradient that the next layer waits for goes first (Megatron-LM overlaps its sums in the same way).
+Takes a program in which nothing is written in place yet. Gives the same instructions in another order. After this, an
+op that stood before a reduction, and whose result is read only after what the reduction brings, stands behind its
+launch: the gradient that the next layer waits for goes first (Megatron-LM overlaps its sums in the same way).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which memory does an op write into? That of an operand which nobody reads again, where it can hold the result.
 
 Takes a rank's program and pairs of donated inputs and the outputs that take their place. Gives the program with ops
-replaced by their in-place forms. After this, a donated parameter is updated where it lies (its old value is gone), and an
-element-wise op allocates nothing if one of its operands ends with it.
+replaced by their in-place forms. After this, a donated parameter is updated where it lies (its old value is gone), and
+an element-wise op allocates nothing if one of its operands ends with it.
 
 Memory that a collective may still be reading is left alone, and so is memory of which a view lives on.
 """
