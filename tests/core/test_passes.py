@@ -308,3 +308,13 @@ def test_an_old_value_that_is_read_is_not_overwritten(fn):
     step = shard(fn, Mesh("tp=2"), {"w": "(tp o)"}, donate="w", backend="virtual")
     got = step.whole(w, x)
     torch.testing.assert_close(got, fn(w, x), rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_written_while_another_operand_lies_in_the_same_memory():
+    def shifted(x):
+        y = x.cumsum(-1)
+        return (y[:, 1:] - y[:, :-1]) * (y[:, 1:] + y[:, :-1])
+
+    x = torch.randn(4, 9, dtype=torch.float64)
+    on_mesh = shard(shifted, Mesh("dp=2"), {"x": "(dp b) s"}, backend="virtual").whole(x)
+    assert torch.equal(on_mesh, shifted(x))

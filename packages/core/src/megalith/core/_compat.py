@@ -118,7 +118,8 @@ def known_decomposition(op: Any) -> Callable[..., Any] | None:
 
 def is_mutating(op: Any) -> bool:
     """Whether an op writes into an argument, as far as its schema says."""
-    return bool(op._schema.is_mutable)
+    schema = getattr(op, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
 
 
 def returns_one_tensor(op: Any) -> bool:

@@ -266,7 +266,8 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: scheduled(lower(laid_out, rank, device=device), donated) for rank in self.backend.ranks
+            rank: scheduled(lower(laid_out, rank, device=device), donated, laid_out.is_even)
+            for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
         any_program = next(iter(programs.values()))
@@ -299,9 +300,13 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def scheduled(program: Program, donated: Sequence[tuple[int, int]]) -> Program:
-    """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined."""
-    return bucket(overlap(inplace(delay(program), donated)))
+def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool) -> Program:
+    """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined.
+
+    Ranks have to launch in one order. Where shards are not `even` some ranks have other ops than others, for empty
+    shards, and what could wait is left where it is.
+    """
+    return bucket(overlap(inplace(delay(program) if even else program, donated)))
 
 
 def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megalith.sharding.graph import Graph, Node, Origin, TensorType
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
+from megalith.sharding.overlap import is_even
 
 __all__ = ["Input", "Move", "Partition", "Run", "Version"]
 
@@ -88,3 +90,16 @@ class Partition:
     steps: tuple[Run | Move, ...]
     outputs: tuple[Any, ...]
     types: Mapping[int, TensorType]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether every shard is as large on all ranks."""
+        layouts = {version.layout for version in (*self.inputs, *self.constants)}
+        for step in self.steps:
+            if isinstance(step, Move):
+                layouts |= {step.source.layout, step.target.layout}
+            else:
+                layouts |= {version.layout for version in step.outputs if version is not None}
+        blocks = {id(step.block): step.block for step in self.steps if isinstance(step, Run) and step.block is not None}
+        evenly = all(is_even(dim) for layout in layouts for dim in layout.dims)
+        return evenly and all(block.is_even for block in blocks.values())

@@ -316,7 +316,7 @@ def _reduction(
 def _swapped_reduction(
     op: str, group: Any, timeout: timedelta, finish: Callable[[Any, bool], None]
 ) -> tuple[Start, Finish]:
-    """A small all-reduce of two ranks over gloo: each sends its term to the other, the same bytes in half the messages."""
+    """A small all-reduce of two ranks over gloo: each sends its term to the other, as many bytes in half the steps."""
     swap, options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
     combine = _COMBINE[op]
     me = group.rank()

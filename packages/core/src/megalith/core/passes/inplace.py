@@ -50,20 +50,22 @@ def _reusing(instruction: Compute, position: int, memory: _Memory, program: Prog
     """The instruction in its in-place form, if it has one and its operand may be written."""
     if instruction.fn is ops.adamw:
         slots = [instruction.args[k].id for k in (0, 2, 3)]
-        if all(memory.ends(slot, position) for slot in slots) and len(set(slots)) == 3:
+        roots = [memory.root(slot) for slot in reads(instruction)]
+        alone = all(roots.count(memory.root(slot)) == 1 for slot in slots)
+        if alone and all(memory.ends(slot, position) for slot in slots):
             return replace(instruction, fn=ops.adamw_)
         return instruction
     form = _inplace_form(instruction.fn)
     if form is None or len(instruction.outputs) != 1:
         return instruction
     kind = program.types[instruction.outputs[0]]
-    read = reads(instruction)
+    read = [memory.root(slot) for slot in reads(instruction)]
 
     def writable(argument: Any) -> bool:
         return (
             isinstance(argument, Ref)
             and program.types[argument.id] == kind
-            and read.count(argument.id) == 1
+            and read.count(memory.root(argument.id)) == 1  # no other operand lies in the same memory
             and memory.ends(argument.id, position)
         )
 

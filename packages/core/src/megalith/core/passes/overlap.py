@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megalith.core import _compat
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
 
 __all__ = ["IN_FLIGHT_BYTES", "overlap"]
@@ -54,7 +55,7 @@ def _launch_early(
         if len(sources) != 1 or len(reads(instructions[chain[-1]])) != 1:
             break
         before = instructions[sources[0]]
-        packs = isinstance(before, Compute) and len(before.outputs) == 1 and users[before.outputs[0]] == [chain[-1]]
+        packs = _only_reads(before) and len(before.outputs) == 1 and users[before.outputs[0]] == [chain[-1]]
         if not packs or len(reads(before)) != 1 or sources[0] != chain[-1] - 1:
             break
         chain.append(sources[0])
@@ -62,6 +63,11 @@ def _launch_early(
     if made and not isinstance(instructions[made[-1]], Wait):
         for member in chain:
             keys[member] = (made[-1], 1, member)
+
+
+def _only_reads(instruction: Instruction | None) -> bool:
+    """Whether this is a local op that writes into none of its operands, so that it may move past other readers."""
+    return isinstance(instruction, Compute) and not _compat.is_mutating(instruction.fn)
 
 
 def _wait_late(
@@ -73,7 +79,7 @@ def _wait_late(
         (out,) = writes(instructions[chain[-1]])
         readers = users.get(out, [])
         after = instructions[readers[0]] if len(readers) == 1 else None
-        unpacks = isinstance(after, Compute) and len(after.outputs) == 1 and len(reads(after)) == 1
+        unpacks = _only_reads(after) and len(after.outputs) == 1 and len(reads(after)) == 1
         if not unpacks or readers[0] != chain[-1] + 1:
             break
         chain.append(readers[0])
