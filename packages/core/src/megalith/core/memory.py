@@ -139,8 +139,8 @@ def memory(program: Program, granularity: int = 64) -> MemoryReport:
     >>> from megalith.sharding import Mesh
     >>> step = shard(lambda x, w: (x @ w).relu(), Mesh("tp=2"), {"w": "e (tp f)"}, backend="virtual")
     >>> report = memory(step.program(torch.ones(64, 32), torch.ones(32, 64)))
-    >>> report.start, report.curve      # x and half of w; then 64 x 32 numbers of the product, and of its relu
-    (12288, (20480, 28672))
+    >>> report.start, report.curve      # x and half of w; then 64 x 32 numbers, the product and in its place its relu
+    (12288, (20480, 20480))
     """
     return _Walk(program, granularity).report()
 

@@ -86,7 +86,7 @@ def count(programs: Program | Sequence[Program]) -> Counted:
     >>> print(count(step.program(torch.ones(8, 4), torch.ones(4, 6))))
     collective          count  received
     all_reduce over tp      1     192 B
-    1 collectives, 192 B received; 192 flops; peak 512 B
+    1 collectives, 192 B received; 192 flops; peak 320 B
     """
     many = (programs,) if isinstance(programs, Program) else tuple(programs)
     if not many:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeGuard
 
 from megalith.core import _compat
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
@@ -65,7 +66,7 @@ def _launch_early(
             keys[member] = (made[-1], 1, member)
 
 
-def _only_reads(instruction: Instruction | None) -> bool:
+def _only_reads(instruction: Instruction | None) -> TypeGuard[Compute]:
     """Whether this is a local op that writes into none of its operands, so that it may move past other readers."""
     return isinstance(instruction, Compute) and not _compat.is_mutating(instruction.fn)
 
