@@ -33,7 +33,6 @@ __all__ = [
     "without_modes",
     "compiling",
     "current_autograd_node",
-    "dispatch_name",
     "functorch_levels",
     "has_composite_implicit",
     "is_mutating",
@@ -150,10 +149,6 @@ def inplace_form(op: Any) -> Any:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that tensors share exactly when they share memory."""
     return tensor.untyped_storage()._cdata
-
-
-def dispatch_name(op: Any) -> str:
-    return str(op.name())
 
 
 def key_path(path: Any) -> str:

@@ -13,7 +13,6 @@ from megalith.core.decompose import FACTORIES
 from megalith.core.localize import LOCALIZE, Emit, identity
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, writes
 from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
-from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
 from megalith.sharding.transition import Step, plan
 from megalith.sharding.transport import StepRecipe, apply_op, pack, recipe, unpack
@@ -372,12 +371,3 @@ _VIEWS = {"aten.reshape.default", "aten.permute.default", "aten.expand.default",
 
 def _may_alias(instruction: Compute) -> bool:
     return op_name(instruction.fn) in _VIEWS or not hasattr(instruction.fn, "overloadpacket")
-
-
-def layouts_of(partition: Partition) -> Mapping[int, Layout]:
-    """The layout in which each value was produced."""
-    found = {v.value: v.layout for v in (*partition.inputs, *partition.constants)}
-    for step in partition.steps:
-        if isinstance(step, Run):
-            found.update({o.value: o.layout for o in step.outputs if o is not None})
-    return found
