@@ -97,7 +97,7 @@ def on_a_rank(rank: int, specs: dict[str, str], donate: tuple[str, ...], picture
         inputs.extend(torch.ones(k.shape, dtype=k.dtype) for k in kinds)
 
     def train() -> None:
-        run(inputs, bool(donate))
+        run(inputs)
 
     make()
     train()  # groups and connections are made once

@@ -11,14 +11,14 @@ from megalith.core.memory import memory
 from megalith.core.program import Launch, Wait
 from megalith.sharding import Mesh
 
-overlap = importlib.import_module("megalith.core.passes.overlap")
+flight = importlib.import_module("megalith.core.passes.flight")
 N_LAYERS, WIDTH = 12, 64
 GRADIENT_BYTES = 8 * WIDTH * WIDTH
 
 
 def trained(monkeypatch, limit):
     """A step of deep ZeRO-3: rank 0's program, and what the step gives."""
-    monkeypatch.setattr(overlap, "IN_FLIGHT_BYTES", limit)
+    monkeypatch.setattr(flight, "IN_FLIGHT_BYTES", limit)
     torch.manual_seed(0)
     params = {str(i): torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 8 for i in range(N_LAYERS)}
     x = torch.randn(2, WIDTH, dtype=torch.float64)
@@ -32,7 +32,7 @@ def trained(monkeypatch, limit):
         grads, value = grad_and_value(loss)(params, x)
         return *AdamW().update(grads, state, params), value
 
-    specs = {"params.*": "(dp i) o -> i o", "x": "(dp b) e"}
+    specs = {"{params,state.mu,state.nu}.*": "(dp i) o -> i o", "x": "(dp b) e"}
     sharded = shard(step, Mesh("dp=2"), specs, donate=("params", "state"), backend="virtual")
     state = AdamW().init(params)
     return sharded.program(params, state, x), sharded.whole(params, state, x)

@@ -11,7 +11,8 @@ from megalith.core import SGD, AdamW, grad_and_value, shard
 from megalith.core.backends.backend import PerRank, Virtual
 from megalith.core.inputs import donated_outputs
 from megalith.core.lower import lower
-from megalith.core.passes import bucket, inplace, overlap
+from megalith.core.ops import adamw
+from megalith.core.passes import arrival, bounded, bucket, inplace, overlap
 from megalith.core.program import Compute, Launch, Wait, reads, writes
 from megalith.models.llama import Llama, LlamaConfig
 from megalith.sharding import Mesh
@@ -85,7 +86,9 @@ PASSES = {
     "bucket": lambda name: (bucket,),
     "overlap": lambda name: (overlap,),
     "donate": lambda name: (donating(name),),
-    "all": lambda name: (donating(name), overlap, bucket),
+    "arrival": lambda name: (arrival,),
+    "arrival of what is written": lambda name: (donating(name), arrival),
+    "all": lambda name: (donating(name), overlap, bucket, arrival, bounded),
     "all, otherwise": lambda name: (bucket, donating(name), overlap),
     "twice": lambda name: (overlap, bucket, overlap, bucket),
     "tiny buckets": lambda name: (overlap, lambda program: bucket(program, small=1 << 10, limit=1 << 10)),
@@ -267,6 +270,20 @@ def test_sums_of_different_dtypes_and_groups_are_not_joined():
     assert len(program.collectives) == 3
 
 
+# --- arrival ---------------------------------------------------------------------------------------
+
+
+def test_updates_run_in_the_order_in_which_gradients_are_sent():
+    program = arrival(overlap(case("dp").plain[0]))
+    order = program.instructions
+    maker = {slot: i for i in order for slot in writes(i)}
+    sent = {i.pending: position for position, i in enumerate(order) if isinstance(i, Launch)}
+    updates = [i for i in order if isinstance(i, Compute) and i.fn is adamw]
+    launches = [sent[maker[update.args[1].id].pending] for update in updates]
+    assert len(launches) > 10 and launches == sorted(launches)
+    assert launches != [sent[maker[u.args[1].id].pending] for u in case("dp").plain[0].instructions if u in updates]
+
+
 # --- donate -----------------------------------------------------------------------------------------
 
 
@@ -274,8 +291,9 @@ def in_place(program):
     return [i for i in program.instructions if isinstance(i, Compute) and "_." in str(i.fn)]
 
 
-def test_each_parameter_is_stepped_in_place():
-    chosen = case("dp x tp")
+@pytest.mark.parametrize("name", ["dp x tp", "zero"])
+def test_each_parameter_is_stepped_in_place(name):
+    chosen = case(name)
     program = inplace(chosen.plain[0], chosen.donated)
     n_params = sum(name.startswith("params.") for name in program.input_names)
     assert len([i for i in in_place(program) if "adamw_" in str(i.fn)]) == n_params

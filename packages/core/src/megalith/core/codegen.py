@@ -23,12 +23,9 @@ Tensor = torch.Tensor
 
 
 class Run(Protocol):
-    """A compiled program: takes one local shard per input, gives the outputs.
+    """A compiled program: takes one local shard per input, gives the outputs."""
 
-    With `consume`, `inputs` is a list and is emptied at once: an input that nobody else holds dies after its last use.
-    """
-
-    def __call__(self, inputs: Sequence[Tensor], consume: bool = False) -> list[Any]: ...
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Any]: ...
 
 
 class Collectives(Protocol):
@@ -95,9 +92,8 @@ def program_source(program: Program) -> str:
     >>> body = (Compute(torch.ops.aten.mm.default, (Ref(0), Ref(1)), {}, (2,), Origin("layers.0.up")),
     ...         Compute(torch.ops.aten.reshape.default, (Ref(2), [32]), {}, (3,), Origin("layers.0")))
     >>> print(program_source(Program(mesh, 0, (0, 1), ("x", "w"), layouts, {}, body, (Ref(3),), (None,), types)))
-    def program(inputs, consume=False, *, mm=mm, reshape=reshape):
+    def program(inputs, *, mm=mm, reshape=reshape):
         v0, v1 = inputs
-        if consume: inputs.clear()
         v2 = mm(v0, v1); del v0, v1  # layers.0.up
         v3 = reshape(v2, (32,)); del v2  # layers.0
         return [v3]
@@ -123,14 +119,13 @@ class _Writer:
         for number in range(len(self.program.collectives)):
             self.names.update({f"launch{number}": None, f"wait{number}": None})
         keywords = ", *, " + ", ".join(f"{name}={name}" for name in self.names) if self.names else ""
-        return f"def program(inputs, consume=False{keywords}):\n" + "".join(f"    {line}\n" for line in body)
+        return f"def program(inputs{keywords}):\n" + "".join(f"    {line}\n" for line in body)
 
     def lines(self) -> Iterator[str]:
         program = self.program
         last = program.last_use
         slots = [self.slot(s) for s in program.inputs]
         yield f"{', '.join(slots)}{',' * (len(slots) == 1)} = inputs" if slots else "() = inputs"
-        yield "if consume: inputs.clear()"
         unused = [self.slot(s) for s in program.inputs if s not in last]
         if unused:
             yield f"del {', '.join(unused)}"
@@ -212,7 +207,7 @@ class _Writer:
         if known is not None and self.names[known] is value:
             return known
         name = "".join(c if c.isalnum() else "_" for c in name)
-        if keyword.iskeyword(name) or not name.isidentifier() or name in ("inputs", "consume", "program", "_"):
+        if keyword.iskeyword(name) or not name.isidentifier() or name in ("inputs", "program", "_"):
             name = f"f_{name}"
         if name in self.names or (name[:1] == "v" and name[1:].isdigit()):
             name = next(n for i in itertools.count(2) if (n := f"{name}_{i}") not in self.names)

@@ -1,6 +1,7 @@
 """How much memory does a program take, instruction by instruction? From the storages of its ops, without running it.
 
-A slot is freed after its last use, a storage with its last slot; inputs belong to the caller unless they are donated.
+A slot is freed after its last use, a storage with its last slot; inputs belong to the caller, who holds them
+to the end, donated ones too.
 """
 
 from __future__ import annotations
@@ -207,7 +208,6 @@ class _Walk:
     def start(self) -> set[int]:
         """Allocates inputs and constants; gives the slots that the program may not free."""
         program = self.program
-        donated = {program.inputs[i] for i, _ in program.donated}
         for slot, name in zip(program.inputs, program.input_names, strict=True):
             kind = program.types[slot]
             self.allocate(name, "", Lying.packed(kind.shape, kind.dtype), kind.nbytes, -1, slot)
@@ -219,7 +219,7 @@ class _Walk:
                 storage = self.allocate("constant", "", Lying.of(tensor), size, -1, slot)
                 seen[_compat.storage_id(tensor)] = storage
             self.hold(slot, storage)
-        return (set(program.inputs) - donated) | set(program.constants)
+        return set(program.inputs) | set(program.constants)
 
     def compute(self, instruction: Compute, effect: Effect, position: int) -> None:
         operands = reads(instruction)

@@ -8,7 +8,7 @@ import torch
 
 from megalith.core import _compat
 
-__all__ = ["adamw", "adamw_", "index_sum"]
+__all__ = ["ADAMW_WRITES", "adamw", "adamw_", "index_sum"]
 
 Tensor = torch.Tensor
 
@@ -63,4 +63,6 @@ _library.impl("adamw_", lambda p, g, m, v, *_: (p, m, v), "Meta")
 
 adamw = torch.ops.megalith.adamw.default
 adamw_ = torch.ops.megalith.adamw_.default
+ADAMW_WRITES = (0, 2, 3)
+"""Of the operands of `adamw_`, those that it writes: the parameter and the two moments, in the order of its outputs."""
 index_sum = torch.ops.megalith.index_sum.default

@@ -14,7 +14,7 @@ from megalith.sharding.graph import NOWHERE, Origin, Ref, TensorType, map_refs, 
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 
-__all__ = ["Compute", "Instruction", "Launch", "Program", "Wait"]
+__all__ = ["SUMS", "Compute", "Instruction", "Launch", "Program", "Wait"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class Wait:
 
 
 Instruction = Compute | Launch | Wait
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
+"""The kinds of collectives that combine what ranks send; the others move it."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
-from megalith.core.passes import bucket, delay, inplace, overlap
+from megalith.core.passes import arrival, bounded, bucket, delay, inplace, overlap
 from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
@@ -306,7 +306,8 @@ def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool) 
     Ranks have to launch in one order. Where shards are not `even` some ranks have other ops than others, for empty
     shards, and what could wait is left where it is.
     """
-    return bucket(overlap(inplace(delay(program) if even else program, donated)))
+    program = bucket(overlap(inplace(delay(program) if even else program, donated)))
+    return bounded(arrival(program) if even else program)
 
 
 def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:

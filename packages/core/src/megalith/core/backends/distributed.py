@@ -101,30 +101,29 @@ class Distributed:
             weakref.finalize(program, self._runs.pop, id(program), None)
         return self._runs[id(program)]
 
-    def run(self, program: Program, inputs: Sequence[Tensor], consume: bool = False) -> list[Any]:
+    def run(self, program: Program, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs of a program, compiled when it is new.
 
         Args:
             program: this rank's program.
             inputs: its local shards.
-            consume: whether `inputs`, then a list, is emptied, so that inputs die after their last use.
 
         Raises:
             ValueError: inputs of other shapes or dtypes than the program's.
             CollectiveTimeout, PeerLost: another rank is missing; its collective, and the group, are named.
             DigestMismatch: see `compile`.
         """
-        return self.compile(program)(inputs, consume)
+        return self.compile(program)(inputs)
 
     def _guarded(self, program: Program, run: Run) -> Run:
         """Checks what comes in, and lets the other ranks know of a failure."""
         expected = [(torch.Size(program.types[s].shape), program.types[s].dtype) for s in program.inputs]
         names, board = program.input_names, self._board
 
-        def guarded(inputs: Sequence[Tensor], consume: bool = False) -> list[Any]:
+        def guarded(inputs: Sequence[Tensor]) -> list[Any]:
             with board.reporting():
                 _check(inputs, names, expected)
-                return run(inputs, consume)
+                return run(inputs)
 
         return guarded
 

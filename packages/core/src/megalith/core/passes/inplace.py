@@ -4,7 +4,8 @@ Takes a rank's program and pairs of donated inputs and the outputs that take the
 replaced by their in-place forms. After this, a donated parameter is updated where it lies (its old value is gone), and
 an element-wise op allocates nothing if one of its operands ends with it.
 
-Memory that a collective may still be reading is left alone, and so is memory of which a view lives on.
+Memory that a collective may still be reading is left alone, and so is memory of which a view lives on. That a wait
+stays before what is written after it is for later passes to see to.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 
 from megalith.core import _compat, ops
-from megalith.core.program import Compute, Instruction, Launch, Program, reads, writes
+from megalith.core.passes.aliases import aliases
+from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, reads
 from megalith.sharding.aten.pointwise import POINTWISE
 from megalith.sharding.graph import Ref, op_name, refs
 
@@ -27,7 +29,6 @@ aten = torch.ops.aten
 _COMMUTATIVE = {aten.add.Tensor, aten.mul.Tensor}
 _ELEMENTWISE = {f"aten.{name}" if "." in name else f"aten.{name}.default" for name in POINTWISE}
 _ELEMENTWISE |= {"aten.scatter_add.default"}
-_VIEWS = {"aten.reshape.default", "aten.permute.default", "aten.slice.Tensor"}
 
 
 def inplace(program: Program, donated: Sequence[tuple[int, int]]) -> Program:
@@ -49,7 +50,7 @@ def inplace(program: Program, donated: Sequence[tuple[int, int]]) -> Program:
 def _reusing(instruction: Compute, position: int, memory: _Memory, program: Program) -> Compute:
     """The instruction in its in-place form, if it has one and its operand may be written."""
     if instruction.fn is ops.adamw:
-        slots = [instruction.args[k].id for k in (0, 2, 3)]
+        slots = [instruction.args[k].id for k in ops.ADAMW_WRITES]
         roots = [memory.root(slot) for slot in reads(instruction)]
         alone = all(roots.count(memory.root(slot)) == 1 for slot in slots)
         if alone and all(memory.ends(slot, position) for slot in slots):
@@ -82,40 +83,30 @@ def _inplace_form(op: Any) -> Any:
 
 
 class _Memory:
-    """Which slots share memory, and when each piece of memory is read last."""
+    """When each piece of memory is read last, and what may not be written at all."""
 
     def __init__(self, program: Program, donated: Sequence[tuple[int, int]]) -> None:
-        self.family: dict[int, int] = {}
-        self.expanded: set[int] = set()
+        self.aliases = aliases(program)
         self.last: dict[int, int] = {}
         pinned = {*program.inputs, *program.constants} - {program.inputs[i] for i, _ in donated}
+        under_way: dict[int, int] = {}  # pending slot -> root of what is sent
         for position, instruction in enumerate(program.instructions):
             for slot in reads(instruction):
                 self.last[self.root(slot)] = position
-            if isinstance(instruction, Compute):
-                self._follow(instruction)
-            elif isinstance(instruction, Launch):
-                pinned.add(instruction.buffer)
-        self.kept = {self.root(slot) for slot in pinned}
+            if isinstance(instruction, Launch):
+                if instruction.kind in SUMS:  # may write into its buffer, and be joined with later ones
+                    pinned.add(instruction.buffer)
+                under_way[instruction.pending] = self.root(instruction.buffer)
+            elif isinstance(instruction, Wait):
+                self.last[under_way.pop(instruction.pending)] = position
+        self.kept = {self.root(slot) for slot in pinned} | {self.root(slot) for slot in self.aliases.shared}
         for ref in refs(program.outputs):
             self.last[self.root(ref.id)] = len(program.instructions)
 
     def root(self, slot: int) -> int:
-        return self.family.get(slot, slot)
-
-    def _follow(self, instruction: Compute) -> None:
-        """Notes whose memory the outputs may share."""
-        name = op_name(instruction.fn)
-        sources = reads(instruction)
-        views = name in _VIEWS or name == "aten.expand.default" or not hasattr(instruction.fn, "overloadpacket")
-        if not views or not sources:
-            return
-        for out in writes(instruction):
-            self.family[out] = self.root(sources[0])
-            if name == "aten.expand.default" or sources[0] in self.expanded:
-                self.expanded.add(out)
+        return self.aliases.root(slot)
 
     def ends(self, slot: int, position: int) -> bool:
         """Whether nobody reads this memory after the instruction at `position`, so that it may be written."""
         root = self.root(slot)
-        return root not in self.kept and slot not in self.expanded and self.last.get(root) == position
+        return root not in self.kept and self.last.get(root) == position

@@ -2,8 +2,7 @@
 
 Takes a program. Gives the same instructions in another order. After this, a reduction is launched right after the op
 that makes its operand, and every wait stands right before the first reader of what arrives: what lies between overlaps.
-Gathers are not launched earlier than they were, since what they bring takes memory; and operands of reduce-scatters,
-whole gradients that nothing else reads, are in flight up to `IN_FLIGHT_BYTES`: the oldest are awaited before the next.
+Gathers are not launched earlier than they were, since what they bring takes memory.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from megalith.core import _compat
-from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
+from megalith.core.passes.aliases import aliases, mutated
+from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, reads, writes
 
-__all__ = ["IN_FLIGHT_BYTES", "overlap"]
-
-IN_FLIGHT_BYTES = 64 << 20
-_REDUCTIONS = {"all_reduce", "reduce_scatter"}
+__all__ = ["overlap"]
 
 
 def overlap(program: Program) -> Program:
@@ -29,17 +26,34 @@ def overlap(program: Program) -> Program:
     for i, instruction in enumerate(instructions):
         for slot in reads(instruction):
             users.setdefault(slot, []).append(i)
+    for wait, i in _overwriting(program):
+        users.setdefault(wait.output, []).append(i)
     keys = [(i, 0, i) for i in range(len(instructions))]
     for i, instruction in enumerate(instructions):
-        if isinstance(instruction, Launch) and instruction.kind in _REDUCTIONS:
+        if isinstance(instruction, Launch) and instruction.kind in SUMS:
             _launch_early(i, instructions, producer, users, keys)
     for i in reversed(range(len(instructions))):
         if isinstance(instructions[i], Wait):
             _wait_late(i, instructions, users, keys)
     order = sorted(range(len(instructions)), key=keys.__getitem__)
-    moved = tuple(_bounded(program, [instructions[i] for i in order]))
+    moved = tuple(instructions[i] for i in order)
     _check(program, moved)
     return replace(program, instructions=moved)
+
+
+def _overwriting(program: Program) -> Iterator[tuple[Wait, int]]:
+    """Waits and the positions of ops that write into what was sent: not before the wait."""
+    memory = aliases(program)
+    sent: dict[int, int] = {}  # pending slot -> root of what is sent
+    awaited: dict[int, list[Wait]] = {}  # by that root
+    for i, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Launch):
+            sent[instruction.pending] = memory.root(instruction.buffer)
+        elif isinstance(instruction, Wait):
+            awaited.setdefault(sent[instruction.pending], []).append(instruction)
+        for slot in mutated(instruction):
+            for wait in awaited.get(memory.root(slot), []):
+                yield wait, i
 
 
 def _launch_early(
@@ -87,28 +101,6 @@ def _wait_late(
     first = min((keys[r] for r in users.get(writes(instructions[chain[-1]])[0], [])), default=(len(instructions), 0, 0))
     for member in chain:
         keys[member] = (first[0], first[1] - 1 if first[1] <= 0 else first[1], member)
-
-
-def _bounded(program: Program, instructions: list[Instruction]) -> Iterator[Instruction]:
-    """The instructions with a wait moved up where too much would be sent at once: it frees what was sent."""
-    waits = {i.pending: i for i in instructions if isinstance(i, Wait)}
-    flying: dict[int, int] = {}  # pending slot -> bytes of the operand, oldest first
-    awaited: set[int] = set()
-    for instruction in instructions:
-        if isinstance(instruction, Wait):
-            if instruction.pending in awaited:
-                continue
-            flying.pop(instruction.pending, None)
-        elif isinstance(instruction, Launch) and instruction.kind == "reduce_scatter":
-            nbytes = program.types[instruction.buffer].nbytes
-            while flying and sum(flying.values()) + nbytes > IN_FLIGHT_BYTES:
-                oldest = next(iter(flying))
-                del flying[oldest]
-                awaited.add(oldest)
-                yield waits[oldest]
-            if instruction.pending in waits:
-                flying[instruction.pending] = nbytes
-        yield instruction
 
 
 def _check(program: Program, instructions: tuple[Instruction, ...]) -> None:
