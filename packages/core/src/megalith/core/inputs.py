@@ -35,7 +35,7 @@ class Leaf:
         shape, dtype: the global ones, of a tensor.
         layout: where it is at rest; None for constants.
         used: where a parameter is while it computes, if elsewhere.
-        grad: where its gradient is.
+        grad: where its gradient is: by a `:grad` entry, else where its state is by a `:state` entry.
         cause: the spec that decided.
     """
 
@@ -153,7 +153,9 @@ def resolve_leaves(
                     f"{name}: {lives.cause} asks for @{layout.tier}, and paging between tiers is not there yet; "
                     f"leave '@{layout.tier}' out"
                 )
-        leaf.grad = lives.grad.layout if lives.grad is not None and leaf.parameter is not None else None
+        # Of a split state each part needs its part of the gradient only: it is made there, unless an entry says else.
+        grad = lives.grad or lives.state
+        leaf.grad = grad.layout if grad is not None and leaf.parameter is not None else None
     return found
 
 

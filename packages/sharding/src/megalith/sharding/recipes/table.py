@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Dims", "Leaf", "Recipe", "Specs", "specs_for", "split_dim"]
+from megalith.sharding.recipes.entries import Entry, entries_of
+
+__all__ = ["Dims", "Leaf", "Recipe", "Specs", "dims_of", "specs_for", "split_dim"]
 
 Dims: TypeAlias = tuple[str, ...]
 """A layout as one piece of text for each dim: `("(tp o)", "i")`."""
@@ -44,10 +47,15 @@ class Leaf:
         return Leaf(shape, tuple(f"d{n}" for n in range(len(shape))))
 
     @property
+    def rest(self) -> Dims:
+        """Where it rests."""
+        return self.used if self.stored is None else self.stored
+
+    @property
     def pattern(self) -> str:
         """The entry of a spec table: `layout`, or `stored -> used`."""
-        used = " ".join(self.used) or "..."
-        return used if self.stored in (None, self.used) else f"{' '.join(self.stored or ())} -> {used}"
+        used = text_of(self.used)
+        return used if self.rest == self.used else f"{text_of(self.rest)} -> {used}"
 
 
 @dataclass(frozen=True)
@@ -57,12 +65,15 @@ class Specs(Mapping[str, str]):
     Args:
         params: the parameters by name.
         inputs: the other inputs by name.
-        anchors: layouts of module outputs, and of attention (`"*:attention"`), by pattern.
+        anchors: layouts of module outputs, and of attention (`"*:attention"`), by pattern. Their dims named `batch`,
+            `seq` and `heads` are cut as `cuts` says, whether those cuts come before the anchor or after.
+        cuts: what comes before the local rest of the dims of that name in activations: `{"seq": "2 ~sp"}`.
     """
 
     params: Mapping[str, Leaf]
     inputs: Mapping[str, Leaf] = field(default_factory=dict)
     anchors: Mapping[str, str] = field(default_factory=dict)
+    cuts: Mapping[str, str] = field(default_factory=dict)
 
     def map_params(self, change: Callable[[str, Leaf], Leaf]) -> Specs:
         """The table with each parameter's leaf changed: `change(name, leaf)`."""
@@ -76,6 +87,18 @@ class Specs(Mapping[str, str]):
         """The table with more layouts of module outputs."""
         return replace(self, anchors={**self.anchors, **anchors})
 
+    def cutting(self, dim: str, axes: str, outside: bool = False) -> Specs:
+        """The table with the `batch`, `seq` or `heads` of activations cut over more axes.
+
+        Args:
+            dim: which of them.
+            axes: the axes, major to minor, with local factors where there are some: `2 ~sp`.
+            outside: whether they are major to those that cut it already.
+        """
+        before = self.cuts.get(dim, "")
+        text = f"{axes} {before}" if outside else f"{before} {axes}"
+        return replace(self, cuts={**self.cuts, dim: text.strip()})
+
     def then(self, *recipes: Recipe) -> Specs:
         """The table after these recipes, first to last."""
         table = self
@@ -83,16 +106,38 @@ class Specs(Mapping[str, str]):
             table = recipe(table)
         return table
 
-    @property
+    @cached_property
     def entries(self) -> dict[str, str]:
-        """The table as a plain dict; layers that agree share an entry, with `*` for their number."""
-        flat = {name: leaf.pattern for name, leaf in (*self.params.items(), *self.inputs.items())}
-        found = _shared(flat)
+        """The table as a plain dict; layers that agree share an entry, with `*` for their number.
+
+        Raises:
+            ValueError: a parameter and an input that have one name.
+        """
+        if twice := sorted(self.params.keys() & self.inputs.keys()):
+            raise ValueError(
+                f"{twice[0]!r} is a parameter and an input, and an entry of that name would be for both; "
+                f"name the input by its argument: {f'batch.{twice[0]}'!r}"
+            )
+        leaves = {**self.params, **self.inputs}
+        found = entries_of({name: Entry(leaf.pattern) for name, leaf in leaves.items()})
         for role in ("grad", "state"):
-            dims = {name: getattr(leaf, role) for name, leaf in self.params.items()}
-            written = {name: " ".join(d) or "..." for name, d in dims.items() if d is not None}
-            found |= {f"{pattern}:{role}": text for pattern, text in _shared(written, dims).items()}
-        return {**found, **self.anchors}
+            wanted = {name: _role_of(leaf, role) for name, leaf in leaves.items()}
+            found |= {f"{key}:{role}": text for key, text in entries_of(wanted).items()}
+        return {**found, **{key: self._cut(text) for key, text in self.anchors.items()}}
+
+    def _cut(self, anchor: str) -> str:
+        """An anchor with its named dims cut; an axis that a side of it has elsewhere is not cut again."""
+        sides = []
+        for side in anchor.split("->"):
+            held = set(re.findall(r"\w+", side))
+            dims = []
+            for text in dims_of(side):
+                inner = text.strip("()")
+                words = [w for w in self.cuts.get(inner.split()[-1], "").split() if w.lstrip("~") not in held]
+                axes = [w for w in words if not w.isdigit()]
+                dims.append(f"({' '.join(words)} {inner})" if axes else text)
+            sides.append(text_of(tuple(dims)))
+        return " -> ".join(sides)
 
     def __getitem__(self, key: str) -> str:
         return self.entries[key]
@@ -118,7 +163,7 @@ def specs_for(
     """The spec table of a model under these recipes; without any, everything is replicated.
 
     Args:
-        params: a module, or its parameters (tensors or shapes) by name.
+        params: a module, or its parameters (tensors or shapes) by name: those that the sharded function gets.
         inputs: its other inputs (tensors or shapes) by name: `input_ids`, `labels`.
         recipes: applied first to last.
 
@@ -141,32 +186,41 @@ def split_dim(dims: Dims, at: int, axes: str) -> Dims:
         at: which dim.
         axes: mesh axes, major to minor, with blanks between.
 
-    >>> split_dim(("(3 tp h d)", "e"), 0, "dp"), split_dim(("o", "e"), 1, "row"), split_dim(("(tp q + tp k)",), 0, "dp")
-    (('(3 tp h dp d)', 'e'), ('o', '(row e)'), ('(tp dp q + tp dp k)',))
+    >>> split_dim(("(3 tp o)", "e"), 0, "dp"), split_dim(("o", "e"), 1, "row"), split_dim(("(tp q 4 + tp k)",), 0, "dp")
+    (('(3 tp dp o)', 'e'), ('o', '(row e)'), ('(tp dp q 4 + tp dp k)',))
     """
-    text = dims[at].strip()
-    inner = text[1:-1] if text.startswith("(") else text
+    inner = dims[at].strip().strip("()")
     words = [_inserted(word, axes) for word in inner.split("+")]
     return (*dims[:at], f"({' + '.join(words)})", *dims[at + 1 :])
 
 
+def dims_of(pattern: str) -> Dims:
+    """The dims of a layout's text.
+
+    >>> dims_of("(tp o) i")
+    ('(tp o)', 'i')
+    """
+    return tuple(re.findall(r"\([^()]*\)|[^\s()]+", pattern))
+
+
+def text_of(dims: Dims) -> str:
+    """A layout's dims as its text; a scalar's is `...`."""
+    return " ".join(dims) or "..."
+
+
 def _inserted(word: str, axes: str) -> str:
-    """A group of factors with axes before its last one."""
+    """A group of factors with axes before the last named one: what follows it, numbers, stays in one piece."""
     factors = word.split()
-    return " ".join([*factors[:-1], axes, factors[-1]])
+    named = [n for n, factor in enumerate(factors) if n and factor.isidentifier()]
+    at = named[-1] if named else 0 if len(factors) == 1 and factors[0].isidentifier() else len(factors)
+    return " ".join([*factors[:at], axes, *factors[at:]])
 
 
-def _shared(entries: Mapping[str, str], among: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """One entry for all layers that agree, with `*` for their number; `among` are all the names that it may match."""
-    patterns: dict[str, set[str | None]] = {}
-    for name in among or entries:
-        patterns.setdefault(_starred(name), set()).add(entries.get(name))
-    found: dict[str, str] = {}
-    for name, text in entries.items():
-        starred = _starred(name)
-        found[starred if len(patterns[starred]) == 1 else name] = text
-    return found
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+def _role_of(leaf: Leaf, role: str) -> Entry:
+    """What a table says of a role of a parameter; where it says nothing, what is meant."""
+    rest = text_of(leaf.rest)
+    if role == "state":
+        return Entry(text_of(leaf.state), True) if leaf.state is not None else Entry(rest, False)
+    grad = leaf.grad
+    silent = text_of(leaf.state) if leaf.state is not None else rest
+    return Entry(text_of(grad), True) if grad is not None else Entry(silent, False)
