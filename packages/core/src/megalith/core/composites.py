@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from megalith.core import _compat
 from megalith.core.trace import current_tracer
 
-__all__ = ["Intercept"]
+__all__ = ["Intercept", "lse_dtype"]
 
 Tensor = torch.Tensor
 
@@ -32,12 +32,21 @@ _library.define(
     "float scale) -> (Tensor, Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+_library.define(
+    "sdpa_merge(Tensor out, Tensor lse, Tensor more, Tensor more_lse, int first) -> (Tensor, Tensor)",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """The log-sum-exp with 0 for rows that see nothing: their weights are then exp(-inf - 0) = 0."""
+    return lse.masked_fill(lse == -math.inf, 0)
 
 
 def _dense(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -49,9 +58,11 @@ def _sdpa_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     q, k, v = _dense(q, k, v)
     if not q.numel():
         return torch.zeros_like(q), q.new_zeros(q.shape[:-1])
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+    mask = _additive(mask, q)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
+    return (out, lse) if mask is None else (out, lse.masked_fill(mask.amax(-1) == -math.inf, -math.inf))
 
 
 def _sdpa_backward_cpu(
@@ -69,7 +80,7 @@ def _sdpa_backward_cpu(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     g, q, k, v, out = _dense(g, q, k, v, out)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        g, q, k, v, out, lse.contiguous(), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
+        g, q, k, v, out, _finite(lse).contiguous(), 0.0, causal, attn_mask=_additive(mask, q), scale=scale
     )
 
 
@@ -86,7 +97,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: floa
 def _sdpa_any(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Any:
     scores = _scores(q, k, mask, causal, scale)
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+    return (scores - _finite(lse)[..., None]).exp() @ v, lse
 
 
 def _sdpa_backward_any(
@@ -100,22 +111,49 @@ def _sdpa_backward_any(
     causal: bool,
     scale: float,
 ) -> Any:
-    p = (_scores(q, k, mask, causal, scale) - lse[..., None]).exp()
+    p = (_scores(q, k, mask, causal, scale) - _finite(lse)[..., None]).exp()
     dv = p.transpose(-1, -2) @ g
     ds = p * (g @ v.transpose(-1, -2) - (g * out).sum(-1, keepdim=True))
     return ds @ k * scale, ds.transpose(-1, -2) @ q * scale, dv
 
 
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the log-sum-exp of queries of this dtype."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _sdpa_meta(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Any:
-    lse_dtype = torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
 
 
 def _sdpa_backward_meta(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def _sdpa_merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    """Attention to further keys joined to what is there, for the rows of queries from `first` on.
+
+    With the dtype of `lse`, so that sums over many blocks of keys keep their digits. A row that sees none of the keys
+    has a log-sum-exp of -inf and the weight 0.
+    """
+    out, lse = out.to(lse.dtype, copy=True), lse.clone()
+    rows = slice(first, first + more.shape[-2])
+    before = lse[..., rows].clone()
+    after = torch.logaddexp(before, more_lse, out=lse[..., rows])
+    shift = _finite(after)
+    out[..., rows, :].mul_((before - shift).exp_()[..., None])
+    out[..., rows, :].addcmul_(more.to(lse.dtype), (more_lse - shift).exp_()[..., None])
+    return out, lse
+
+
+def _sdpa_merge_meta(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse)
+
+
 _library.impl("sdpa", _sdpa_cpu, "CPU")
+_library.impl("sdpa_merge", _sdpa_merge, "CPU")
+_library.impl("sdpa_merge", _sdpa_merge, "CUDA")
+_library.impl("sdpa_merge", _sdpa_merge_meta, "Meta")
 _library.impl("sdpa_backward", _sdpa_backward_cpu, "CPU")
 _library.impl("sdpa", _sdpa_any, "CUDA")
 _library.impl("sdpa_backward", _sdpa_backward_any, "CUDA")

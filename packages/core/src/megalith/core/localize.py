@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +12,7 @@ from megalith.sharding import markers
 from megalith.sharding.aten.index import index_dims
 from megalith.sharding.aten.shape import bounds
 from megalith.sharding.graph import Ref, TensorType, refs
+from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Run
 
 __all__ = ["LOCALIZE", "Emit", "identity"]
@@ -20,9 +21,29 @@ aten = torch.ops.aten
 Changed = tuple[tuple[Any, ...], dict[str, Any]] | None
 
 
+class Exchange(Protocol):
+    """Sends a flat buffer to peers. Gives a function that awaits what arrives, flat too."""
+
+    def __call__(
+        self,
+        buffer: Ref,
+        axes: tuple[str, ...],
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        most: int,
+        layout: Layout,
+        why: str,
+    ) -> Callable[[], Ref]: ...
+
+
 @dataclass(frozen=True)
 class Emit:
-    """A run about to become instructions: its arguments as slots, and `emit(fn, *args, out=slot)` to write one."""
+    """A run about to become instructions: its arguments as slots, and what writes them.
+
+    `emit(fn, *args, out=slot)` writes an op and gives what it makes. `exchange` writes a collective over the ranks
+    along `axes`: `send` and `receive` are elements to and from each, `most` what the busiest receives, `layout` that of
+    what is moved.
+    """
 
     run: Run
     rank: int
@@ -30,7 +51,8 @@ class Emit:
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     types: dict[int, TensorType]
-    emit: Callable[..., Ref]
+    emit: Callable[..., Any]
+    exchange: Exchange
 
     def shape(self, ref: Ref | int) -> tuple[int, ...]:
         return self.types[ref.id if isinstance(ref, Ref) else ref].shape

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from megalith.core.decompose import FACTORIES
+from megalith.core.dispatch import SENDING
 from megalith.core.localize import LOCALIZE, Emit, identity
-from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, writes
+from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, without_dead, writes
+from megalith.core.ring import EXPAND
 from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
+from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
 from megalith.sharding.transition import Step, plan
 from megalith.sharding.transport import StepRecipe, apply_op, pack, recipe, unpack
@@ -41,7 +44,7 @@ def lower(
     inputs = [builder.slot_for(v) for v in partition.inputs]
     constants = builder.build()
     outputs = tuple(Ref(builder.slots[o]) if isinstance(o, Version) else o for o in partition.outputs)
-    instructions = _mark_overwrites(_without_dead(builder.instructions, outputs), {*inputs, *constants}, outputs)
+    instructions = _mark_overwrites(without_dead(builder.instructions, outputs), {*inputs, *constants}, outputs)
     used = {slot for i in instructions for slot in reads(i)} | {r.id for r in refs(outputs)}
     return Program(
         partition.mesh,
@@ -109,7 +112,7 @@ class _Builder:
             fed = [inner.slot_for(v) for v in block.inputs]
             inner.build()
             outs = tuple(inner.slots[o] for o in block.outputs if isinstance(o, Version))
-            live = _without_dead(inner.instructions, tuple(Ref(o) for o in outs))
+            live = without_dead(inner.instructions, tuple(Ref(o) for o in outs))
             template = _Template(tuple(fed), outs, tuple(live), inner.types, inner.constants)
             self.blocks[id(block)] = template
         assert isinstance(run.node.op, Call)
@@ -188,15 +191,25 @@ class _Builder:
             assert run.outputs[0] is not None
             self.slots[run.outputs[0]] = args[0].id
             return
+        if node.name in SENDING:
+            made = SENDING[node.name](run, args, self)
+            self.slots.update({v: ref.id for v, ref in zip(run.outputs, made, strict=True) if v is not None})
+            return
         if node.name == "aten.full.default":
             self.factories[node.outputs[0]] = run
 
-        def emit(fn: Callable[..., Any], *a: Any, out: int | None = None, **k: Any) -> Ref:
-            """One op with one output; its type is learnt from torch's meta kernels unless the slot is given."""
-            slot = self.infer(fn, a, k) if out is None else out
-            self.write(Compute(fn, a, k, (slot,), node.origin))
-            return Ref(slot)
+        def emit(fn: Callable[..., Any], *a: Any, out: int | None = None, **k: Any) -> Any:
+            """One op; the types of its outputs are learnt from torch's meta kernels unless the slot is given."""
+            slots = self.infer(fn, a, k) if out is None else (out,)
+            self.write(Compute(fn, a, k, slots, node.origin))
+            return Ref(slots[0]) if len(slots) == 1 else tuple(map(Ref, slots))
 
+        expand = EXPAND.get(node.name)
+        context = Emit(run, self.rank, args, kwargs, (), self.types, emit, partial(self.exchange, node.origin))
+        results = expand(context) if expand is not None else None
+        if results is not None:
+            self.slots.update((v, ref.id) for v, ref in zip(run.outputs, results, strict=True) if v is not None)
+            return
         outs = tuple(-1 if v is None else self.slot_for(v) for v in run.outputs)
         if all(s is not None and 0 in s for s in shapes):
             for slot, shape in zip(outs, shapes, strict=True):
@@ -204,21 +217,47 @@ class _Builder:
             return
         localize = LOCALIZE.get(node.name)
         if localize is not None:
-            context = Emit(run, self.rank, args, kwargs, outs, self.types, emit)
-            changed = localize(context)
+            changed = localize(replace(context, outputs=outs))
             if changed is None:
                 return
             args, kwargs = changed
         self.write(Compute(node.op, args, kwargs, outs, node.origin))  # type: ignore[arg-type]
 
-    def infer(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> int:
+    def exchange(
+        self,
+        origin: Origin,
+        buffer: Ref,
+        axes: tuple[str, ...],
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        most: int,
+        layout: Layout,
+        why: str,
+    ) -> Callable[[], Ref]:
+        """Launches an exchange of flat pieces that an op asks for; the result awaits what arrives."""
+        kind = TensorType((sum(receive),), self.types[buffer.id].dtype)
+        pending, result = (self.new_slot(kind.shape, kind.dtype) for _ in range(2))
+        peers = layout.mesh.peers(self.rank, axes)
+        nbytes, same = most * kind.dtype.itemsize, (layout, layout)
+        self.instructions.append(
+            Launch("exchange", "", axes, peers, buffer.id, pending, send, receive, nbytes, False, *same, origin, why)
+        )
+
+        def arrived() -> Ref:
+            self.instructions.append(Wait(pending, result, origin))
+            return Ref(result)
+
+        return arrived
+
+    def infer(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[int, ...]:
         def meta(ref: Ref) -> torch.Tensor:
             kind = self.types[ref.id]
             return torch.empty(kind.shape, dtype=kind.dtype, device="meta")
 
         meta_kwargs = {**kwargs, "device": "meta"} if op_name(fn).startswith("aten.full") else kwargs
-        out = fn(*map_refs(args, meta), **map_refs(meta_kwargs, meta))
-        return self.new_slot(tuple(out.shape), out.dtype)
+        made = fn(*map_refs(args, meta), **map_refs(meta_kwargs, meta))
+        outs = (made,) if isinstance(made, torch.Tensor) else made
+        return tuple(self.new_slot(tuple(out.shape), out.dtype) for out in outs)
 
     # --- moves ---
 
@@ -324,17 +363,6 @@ def _named(name: str, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     bound = partial(fn, *args)
     bound.__name__ = name  # type: ignore[attr-defined]
     return bound
-
-
-def _without_dead(instructions: list[Instruction], outputs: tuple[Any, ...]) -> list[Instruction]:
-    """Drops local ops that nothing reads. Collectives stay: a dead one was never planned."""
-    live = {r.id for r in refs(outputs)}
-    kept = []
-    for instruction in reversed(instructions):
-        if not isinstance(instruction, Compute) or any(o in live for o in instruction.outputs):
-            kept.append(instruction)
-            live.update(reads(instruction))
-    return kept[::-1]
 
 
 def _mark_overwrites(

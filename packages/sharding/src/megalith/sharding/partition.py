@@ -68,21 +68,22 @@ def _walk(
     parse: Callable[[str, tuple[int, ...]], Layout],
     blocks: dict[Any, Partition],
     keep_partial: bool,
+    wanted: Sequence[Layout | None] = (),
 ) -> Partition:
     state = _State(graph, mesh, parse, blocks)
     for value, given in zip(graph.inputs, inputs, strict=True):
         state.add_input(value, given)
     for value in graph.constants:
         state.produce(value, replicated(graph.types[value].shape, mesh))
-    for output, layout in zip(graph.outputs, outputs or (), strict=False):
+    for output, layout in zip(graph.outputs, outputs or wanted, strict=False):
         if isinstance(output, Ref) and layout is not None:
             state.wanted.setdefault(output.id, layout)
     state.find_wanted()
     for node in graph.nodes:
         state.visit(node)
     finished = []
-    wanted = outputs if outputs is not None else [None] * len(graph.outputs)
-    for output, layout in zip(graph.outputs, wanted, strict=True):
+    asked = outputs if outputs is not None else [None] * len(graph.outputs)
+    for output, layout in zip(graph.outputs, asked, strict=True):
         finished.append(state.finish(output, layout, keep_partial) if isinstance(output, Ref) else output)
     return Partition(
         graph,
@@ -275,10 +276,13 @@ class _State:
             Input(version.layout, is_parameter=ref.id in self.parameter_of, cause=self._cause_of(ref.id))
             for version, ref in zip(versions, node.operands, strict=True)
         )
-        key = (call.block, given)
+        made = iter(node.outputs)
+        wanted = tuple(self.wanted.get(next(made)) if isinstance(o, Ref) else None for o in call.block.graph.outputs)
+        key = (call.block, given, wanted)
         block = self.blocks.get(key)
         if block is None:
-            block = _walk(call.block.graph, self.mesh, given, None, self.parse, self.blocks, keep_partial=True)
+            graph = call.block.graph
+            block = _walk(graph, self.mesh, given, None, self.parse, self.blocks, keep_partial=True, wanted=wanted)
             self.blocks[key] = block
         layouts = [o.layout if isinstance(o, Version) else None for o in block.outputs]
         outs = iter(node.outputs)
@@ -302,14 +306,19 @@ class _State:
         return given.cause if given else ""
 
     def _emit(
-        self, node: Node, operands: tuple[Version, ...], layouts: Sequence[Layout | None], indexed: tuple[str, ...] = ()
+        self,
+        node: Node,
+        operands: tuple[Version, ...],
+        layouts: Sequence[Layout | None],
+        indexed: tuple[str, ...] = (),
+        ring: tuple[str, ...] = (),
     ) -> None:
         if node.name in _VIEWS:
             self.view_of[node.outputs[0]] = node
         outs = []
         for value, layout in zip(node.outputs, layouts, strict=True):
             outs.append(None if value < 0 or layout is None else self.produce(value, layout))
-        self.steps.append(Run(node, operands, tuple(outs), indexed))
+        self.steps.append(Run(node, operands, tuple(outs), indexed, ring_axes=ring))
 
     def _run(self, node: Node) -> None:
         operands = node.operands
@@ -322,7 +331,10 @@ class _State:
         carried = _carried(rule, versions)
         held = tuple(v.layout.dims[rule.at] for v in versions) if rule.recut is not None else ()
         recut = rule.recut(held) if rule.recut is not None and any(dim.axes for dim in held) else None
-        dims = self._assign(node, rule, operands, versions, {*carried, *(recut.axes if recut is not None else ())})
+        ring = _ring(rule, versions)
+        passed = tuple(dict.fromkeys(axis for dim in ring.values() for axis in dim.axes))
+        taken = {*carried, *(recut.axes if recut is not None else ()), *passed}
+        dims = self._assign(node, rule, operands, versions, taken) | ring
         by_parameter = {
             axis
             for ref, factors in zip(operands, rule.operands, strict=True)
@@ -352,10 +364,12 @@ class _State:
                 layouts.append(None)
                 continue
             factors, kind = next(found)
-            summed = {axis: rule.reduce for f in read if f not in factors for axis in dims[f].axes}
-            layout = Layout(self.mesh, _dims_for(factors, dims, kind.shape)).with_partial({**carried, **summed})
+            summed = {axis: rule.reduce for f in read if f not in factors and f not in ring for axis in dims[f].axes}
+            layout = Layout(self.mesh, _dims_for(factors, dims, kind.shape))
+            summed = {axis: op for axis, op in summed.items() if axis not in layout.axes}
+            layout = layout.with_partial({**carried, **summed})
             layouts.append(layout if recut is None else _with_dim(layout, rule.at, recut))
-        self._emit(node, tuple(fetched), layouts, indexed)
+        self._emit(node, tuple(fetched), layouts, indexed, passed)
         if node.name in _VIEWS and operands[0].id in self.parameter_of:
             self.parameter_of[node.outputs[0]] = self.parameter_of[operands[0].id]
 
@@ -436,12 +450,18 @@ class _State:
                 dim = self.wanted[value].dims[d]
                 if factor not in rule.indexed or contiguous(dim):
                     claims.append(Claim(factor, dim, True, self.types[value].nbytes))
-        grant(claims, taken)
+        sender, place = rule.sent or ("", "")
+        grant([claim for claim in claims if claim.factor != place], taken)
+        granted = {claim.factor: claim.result() for claim in claims}
+        free = taken - set(granted[sender].axes) if sender in granted else taken  # of these the place may have any too
+        grant([claim for claim in claims if claim.factor == place], free)
+        taken |= free
         granted = {claim.factor: claim.result() for claim in claims}
         for factor, held in holders.items():
             contracted = factor not in produced and factor not in rule.blocked
             if contracted:
-                granted[factor] = extend(granted.get(factor, Dim.of(held[0][0].size)), held, taken)
+                others = free if factor == place else taken
+                granted[factor] = extend(granted.get(factor, Dim.of(held[0][0].size)), held, others)
                 if factor in rule.indexed and not contiguous(granted[factor]):
                     granted[factor] = Dim.of(held[0][0].size)
             granted.setdefault(factor, Dim.of(held[0][0].size))
@@ -489,6 +509,15 @@ def _carried(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
     if any(op != "sum" for _, op in partial) and rule.reduce == "sum":
         return {}
     return dict(partial)
+
+
+def _ring(rule: Rule, versions: tuple[Version, ...]) -> dict[str, Dim]:
+    """The factors whose blocks are passed around: those of the rule's ring, where all its dims are sharded alike."""
+    held = {versions[i].layout.dims[d] for i, d in rule.ring}
+    if len(held) != 1 or not (dim := held.pop()).axes:
+        return {}
+    factors = [rule.operands[i][d] for i, d in rule.ring]
+    return {factor: dim for factor in factors if factor is not None}
 
 
 def _dims_for(factors: Sequence[str | None], dims: Mapping[str, Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:

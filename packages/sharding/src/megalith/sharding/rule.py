@@ -35,6 +35,8 @@ class Rule:
         at: the dim, named by no factor, that `recut` is about.
         recut: of an op that cuts or joins a dim: this dim of the output from this dim of the operands, where each rank
             can make its shard alone; else None, and the dim is whole.
+        ring: pairs `(operand, dim)`: where these dims are sharded alike they stay so, blocked or not, and the ranks
+            pass their blocks around a ring until each has met all; no partial sum is left.
     """
 
     operands: tuple[Factors, ...]
@@ -45,6 +47,8 @@ class Rule:
     indexed: frozenset[str] = frozenset()
     at: int = 0
     recut: Callable[[tuple[Dim, ...]], Dim | None] | None = None
+    sent: tuple[str, str] | None = None
+    ring: tuple[tuple[int, int], ...] = ()
 
 
 RuleMaker = Callable[[Node, tuple[TensorType, ...], tuple[TensorType, ...]], "Rule | str"]

@@ -45,13 +45,17 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One node on local shards; for the call of a block, the block laid out for these operands."""
+    """One node on local shards; for the call of a block, the block laid out for these operands.
+
+    `ring_axes` are those around which the ranks pass blocks while the node runs.
+    """
 
     node: Node
     operands: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
     indexed_axes: tuple[str, ...] = ()
     block: Partition | None = None
+    ring_axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megalith.sharding.graph import Node, Ref, TensorType
 from megalith.sharding.rule import Rule, parse_rule, register_rule
 
@@ -20,28 +22,30 @@ for _op, _rule in TABLE.items():
 Types = tuple[TensorType, ...]
 
 
-def _mask(t: TensorType, scores: tuple[int, ...], q: str) -> str:
-    """The dims of an attention mask: `b h q k`, each possibly of size one, leading ones possibly absent."""
-    names = ["b", "h", q, "k!"][4 - len(t.shape) :]
+def _mask(t: TensorType, scores: tuple[int, ...]) -> str:
+    """The dims of an attention mask: `b h q k`, each possibly of size one, leading ones possibly absent.
+
+    Its columns are whole even where keys are sharded: each rank meets all keys in turn.
+    """
+    names = ["b", "h", "q", "column!"][4 - len(t.shape) :]
     sizes = scores[4 - len(t.shape) :]
     return " ".join("_" if n == 1 and size != 1 else name for name, n, size in zip(names, t.shape, sizes, strict=True))
 
 
 def _sdpa(node: Node, operands: Types, outputs: Types) -> Rule:
-    q = "q!" if node.args[4] else "q"
     scores = (*operands[0].shape[:3], operands[1].shape[2])
-    mask = f", {_mask(operands[3], scores, q)}" if len(operands) > 3 else ""
-    return parse_rule(f"b h {q} d!, b h k! d!, b h k! v!{mask} -> b h {q} v!, b h {q}")
+    mask = f", {_mask(operands[3], scores)}" if len(operands) > 3 else ""
+    rule = parse_rule(f"b h q d!, b h k! d!, b h k! v!{mask} -> b h q v!, b h q")
+    return replace(rule, ring=((0, 2), (1, 2), (2, 2)))
 
 
 def _sdpa_backward(node: Node, operands: Types, outputs: Types) -> Rule:
-    q = "q!" if node.args[7] else "q"
     scores = (*operands[1].shape[:3], operands[2].shape[2])
-    mask = f", {_mask(operands[4], scores, q)}" if len(operands) > 6 else ""
-    return parse_rule(
-        f"b h {q} v!, b h {q} d!, b h k! d!, b h k! v!{mask}, b h {q} v!, b h {q} "
-        f"-> b h {q} d!, b h k! d!, b h k! v!"
+    mask = f", {_mask(operands[4], scores)}" if len(operands) > 6 else ""
+    rule = parse_rule(
+        f"b h q v!, b h q d!, b h k! d!, b h k! v!{mask}, b h q v!, b h q -> b h q d!, b h k! d!, b h k! v!"
     )
+    return replace(rule, ring=((1, 2), (2, 2), (3, 2)))
 
 
 register_rule("megalith.sdpa.default", _sdpa)
