@@ -18,7 +18,7 @@ from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
-from megalith.core.passes import arrival, bounded, bucket, delay, inplace, overlap
+from megalith.core.passes import accumulate, arrival, blocking, bounded, bucket, delay, inplace, overlap
 from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
@@ -64,6 +64,7 @@ class Sharded:
     strict: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     module: torch.nn.Module | None = None
+    overlap: bool = True
     _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by global shapes
     _seen: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by shards' shapes
     _last: Compiled | None = field(default=None, repr=False)
@@ -266,7 +267,7 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: scheduled(lower(laid_out, rank, device=device), donated, laid_out.is_even)
+            rank: scheduled(lower(laid_out, rank, device=device), donated, laid_out.is_even, self.overlap)
             for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
@@ -300,14 +301,16 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool) -> Program:
+def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool, overlapped: bool = True) -> Program:
     """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined.
 
     Ranks have to launch in one order. Where shards are not `even` some ranks have other ops than others, for empty
-    shards, and what could wait is left where it is.
+    shards, and what could wait is left where it is. Where nothing is to be `overlapped`, each collective is awaited at
+    once; the rest is the same, so that results are too, to the bit.
     """
-    program = bucket(overlap(inplace(delay(program) if even else program, donated)))
-    return bounded(arrival(program) if even else program)
+    program = bucket(overlap(inplace(delay(accumulate(program)) if even else program, donated)))
+    program = bounded(arrival(program) if even else program)
+    return program if overlapped else blocking(program)
 
 
 def _by_name(fn: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
@@ -336,6 +339,7 @@ def shard(
     strict: bool = False,
     sizes: Mapping[str, int] | None = None,
     backend: str | Backend | None = None,
+    overlap: bool = True,
 ) -> Any:
     """The same function on a mesh.
 
@@ -349,6 +353,8 @@ def shard(
         sizes: sizes of factors that patterns name without saying.
         backend: "virtual" (all ranks in this process), "distributed" (a process a rank), "count" (nothing runs) or a
             backend; by default distributed where torch.distributed is initialised, else virtual.
+        overlap: whether collectives run while other ops compute; the result is the same to the bit, so False is for
+            finding out what overlap hides.
 
     Returns:
         a `Sharded`: call it with shards as its `place` gives them.
@@ -367,7 +373,7 @@ def shard(
     names = (donate,) if isinstance(donate, str) else tuple(donate)
     chosen = backend if isinstance(backend, Backend) else choose_backend(backend, mesh)
     if not isinstance(target, torch.nn.Module):
-        return Sharded(target, mesh, specs, chosen, names, strict, dict(sizes or {}))
+        return Sharded(target, mesh, specs, chosen, names, strict, dict(sizes or {}), None, overlap)
     module = target
     params = {name: p.detach() for name, p in module.named_parameters()}
 
@@ -378,6 +384,6 @@ def shard(
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [first, *inspect.signature(module.forward).parameters.values()]
     )
-    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module)
+    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module, overlap)
     sharded.params = sharded.place(params=params)
     return sharded

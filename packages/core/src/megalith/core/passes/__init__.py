@@ -1,10 +1,12 @@
 """Passes over a rank's program: each takes a program and gives an equal one that is better in one respect."""
 
+from megalith.core.passes.accumulate import accumulate
 from megalith.core.passes.arrival import arrival
+from megalith.core.passes.blocking import blocking
 from megalith.core.passes.bucket import bucket
 from megalith.core.passes.delay import delay
 from megalith.core.passes.flight import bounded
 from megalith.core.passes.inplace import inplace
 from megalith.core.passes.overlap import overlap
 
-__all__ = ["arrival", "bounded", "bucket", "delay", "inplace", "overlap"]
+__all__ = ["accumulate", "arrival", "blocking", "bounded", "bucket", "delay", "inplace", "overlap"]
