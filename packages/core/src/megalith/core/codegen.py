@@ -31,8 +31,8 @@ class Run(Protocol):
 class Collectives(Protocol):
     """What carries a program's collectives out."""
 
-    def bind(self, program: Program, number: int) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Two functions for a collective of a program: one starts it on a buffer, one awaits what that gave."""
+    def bind(self, program: Program, number: int) -> tuple[Callable[..., Any], Callable[[Any], Tensor]]:
+        """Two functions for a collective of a program: one starts it on what it reads, one awaits what that gave."""
 
 
 _compiled: dict[tuple[int, int], tuple[Run, Collectives | None]] = {}  # both kept: no other gets the same id
@@ -142,7 +142,7 @@ class _Writer:
         if isinstance(instruction, Launch):
             number = next(self.starts)
             self.wait_of[instruction.pending] = number
-            return f"{self.slot(instruction.pending)} = launch{number}({self.slot(instruction.buffer)})"
+            return f"{self.slot(instruction.pending)} = launch{number}({', '.join(map(self.slot, reads(instruction)))})"
         if isinstance(instruction, Wait):
             number = self.wait_of[instruction.pending]
             return f"{self.slot(instruction.output)} = wait{number}({self.slot(instruction.pending)})"

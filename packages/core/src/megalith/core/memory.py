@@ -239,7 +239,7 @@ class _Walk:
     def launch(self, launch: Launch, effect: Effect, position: int, sent: dict[int, int]) -> int:
         """Allocates what a collective writes, and a copy of what it sends where that is not contiguous."""
         kind, module = self.program.types[launch.pending], launch.origin.module
-        (buffer,) = effect.operands
+        buffer = effect.operands[0]
         sent[launch.pending] = hidden = -1 - position
         if buffer.contiguous:
             self.hold(hidden, self.storage[launch.buffer])

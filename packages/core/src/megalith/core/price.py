@@ -104,6 +104,15 @@ def _convolution_backward(g: tuple[int, ...], weight: tuple[int, ...], wanted: S
     return 2 * math.prod(g) * math.prod(weight[1:]) * (bool(wanted[0]) + bool(wanted[1]))
 
 
+def _expert_mm(x: Shapes, _: Shapes) -> int:
+    """Each row meets the matrix of one expert."""
+    return 2 * math.prod(x[0]) * x[1][-2]
+
+
+def _expert_outer(x: Shapes, _: Shapes) -> int:
+    return 2 * math.prod(x[0]) * x[1][-1]
+
+
 FLOPS: dict[str, Callable[[Shapes, Shapes], int]] = {
     "aten.mm.default": _mm,
     "aten.bmm.default": _mm,
@@ -111,6 +120,8 @@ FLOPS: dict[str, Callable[[Shapes, Shapes], int]] = {
     "aten.baddbmm.default": _addmm,
     "megalith.sdpa.default": _attention,
     "megalith.sdpa_backward.default": _attention_backward,
+    "megalith.expert_mm.default": _expert_mm,
+    "megalith.expert_outer.default": _expert_outer,
 }
 """Per op, its floating-point operations, of the shapes of its operands and outputs: two for a multiply and add.
 

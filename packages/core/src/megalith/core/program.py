@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from megalith.sharding.graph import NOWHERE, Origin, Ref, TensorType, map_refs, 
 from megalith.sharding.layout import Layout
 from megalith.sharding.mesh import Mesh
 
-__all__ = ["SUMS", "Compute", "Instruction", "Launch", "Program", "Wait"]
+__all__ = ["SUMS", "Compute", "Instruction", "Launch", "Program", "Wait", "without_dead"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,9 @@ class Launch:
         bytes_received: what the busiest rank of the group receives.
         may_overwrite: whether the buffer is not read again, so that a reduction may be done in place.
         value: the name of what is moved, layouts and cause: for explanations.
+        sizes: of an exchange whose sizes are known only at run time, two slots: counts of the rows of the buffer that go
+            to each peer, and of those that come from each; a row of counts for each peer, to be added up. Types and
+            bytes are then those of an even share.
     """
 
     kind: str
@@ -59,6 +62,7 @@ class Launch:
     target: Layout
     origin: Origin
     cause: str
+    sizes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +148,9 @@ def reads(instruction: Instruction) -> tuple[int, ...]:
     if isinstance(instruction, Compute):
         found = refs(instruction.args)
         return tuple([r.id for r in (found + refs(instruction.kwargs) if instruction.kwargs else found)])
-    return (instruction.buffer,) if isinstance(instruction, Launch) else (instruction.pending,)
+    if isinstance(instruction, Launch):
+        return (instruction.buffer, *(instruction.sizes or ()))
+    return (instruction.pending,)
 
 
 def writes(instruction: Instruction) -> tuple[int, ...]:
@@ -165,10 +171,21 @@ def renamed(instruction: Instruction, slot: Callable[[int], int], origin: Origin
         outputs = tuple(o if o < 0 else slot(o) for o in instruction.outputs)
         return Compute(instruction.fn, args, kwargs, outputs, origin)
     if isinstance(instruction, Launch):
-        return replace(
-            instruction, buffer=slot(instruction.buffer), pending=slot(instruction.pending), origin=origin
-        )
+        sizes = instruction.sizes and (slot(instruction.sizes[0]), slot(instruction.sizes[1]))
+        buffer, pending = slot(instruction.buffer), slot(instruction.pending)
+        return replace(instruction, buffer=buffer, pending=pending, sizes=sizes, origin=origin)
     return Wait(slot(instruction.pending), slot(instruction.output), origin)
+
+
+def without_dead(instructions: Sequence[Instruction], outputs: tuple[Any, ...]) -> list[Instruction]:
+    """Drops local ops that nothing reads. Collectives stay: a dead one was never planned."""
+    live = {r.id for r in refs(outputs)}
+    kept = []
+    for instruction in reversed(instructions):
+        if not isinstance(instruction, Compute) or any(o in live for o in instruction.outputs):
+            kept.append(instruction)
+            live.update(reads(instruction))
+    return kept[::-1]
 
 
 def _lines(program: Program) -> Iterator[str]:

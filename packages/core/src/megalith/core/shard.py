@@ -18,7 +18,7 @@ from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
-from megalith.core.passes import accumulate, arrival, blocking, bounded, bucket, delay, inplace, overlap
+from megalith.core.passes import accumulate, arrival, blocking, bounded, bucket, delay, inplace, merge, overlap
 from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
@@ -308,6 +308,7 @@ def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool, 
     shards, and what could wait is left where it is. Where nothing is to be `overlapped`, each collective is awaited at
     once; the rest is the same, so that results are too, to the bit.
     """
+    program = merge(program)
     program = bucket(overlap(inplace(delay(accumulate(program)) if even else program, donated)))
     program = bounded(arrival(program) if even else program)
     return program if overlapped else blocking(program)

@@ -266,7 +266,7 @@ class _State:
 
     def _call(self, node: Node, call: Call) -> None:
         """A block: laid out once for each combination of operand layouts; partial operands are resolved before it."""
-        primals = {position: self.current(ref.id, node.origin).layout for position, ref in call.primal_of}
+        primals = {at: self.current(ref.id, node.origin).layout.without_partial() for at, ref in call.primal_of}
         versions = []
         for position, ref in enumerate(node.operands):
             layout = primals.get(position, self.current(ref.id, node.origin).layout.without_partial())

@@ -99,7 +99,8 @@ class _Rank:
     def arrive(self, result: torch.Tensor) -> None:
         assert self.launch is not None
         expected = self.program.types[self.launch.pending].shape
-        assert tuple(result.shape) == expected, f"{self.launch.kind} gave {tuple(result.shape)}, not {expected}"
+        known = 0 if self.launch.sizes is None else 1  # how many rows come is known only now
+        assert tuple(result.shape)[known:] == expected[known:], f"{self.launch.kind} gave {tuple(result.shape)}, not {expected}"
         self.values[self.launch.pending] = result
         self.launch = None
         self.position += 1
@@ -137,10 +138,18 @@ def _exchange(group: Sequence[_Rank]) -> None:
     elif kind == "all_to_all":
         results = [torch.stack([b[i] for b in buffers]) for i in range(n)]
     else:
-        pieces = [b.split(launch.send) for b, launch in zip(buffers, launches, strict=True)]
+        pieces = [b.split(_sent(g, launch)) for g, b, launch in zip(group, buffers, launches, strict=True)]
         results = [torch.cat([p[i] for p in pieces]) for i in range(n)]
     for member, result in zip(group, results, strict=True):
         member.arrive(result)
+
+
+def _sent(rank: _Rank, launch: Launch) -> list[int]:
+    """How much of its buffer a rank sends to each peer in an exchange."""
+    if launch.sizes is None:
+        return list(launch.send)
+    sizes: list[int] = rank.values[launch.sizes[0]].sum(1).tolist()
+    return sizes
 
 
 def _fail(ranks: Sequence[_Rank]) -> None:

@@ -7,6 +7,7 @@ from megalith.core.passes.bucket import bucket
 from megalith.core.passes.delay import delay
 from megalith.core.passes.flight import bounded
 from megalith.core.passes.inplace import inplace
+from megalith.core.passes.merge import merge
 from megalith.core.passes.overlap import overlap
 
-__all__ = ["accumulate", "arrival", "blocking", "bounded", "bucket", "delay", "inplace", "overlap"]
+__all__ = ["accumulate", "arrival", "blocking", "bounded", "bucket", "delay", "inplace", "merge", "overlap"]
