@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from zoo import IGNORED, ZOO, Case
 
 from megalith.models.gpt import GPT, GPTConfig
-from megalith.models.huggingface import data_parallel, parameter_sharded, tensor_parallel
 from megalith.models.llama import Llama, LlamaConfig
+from megalith.sharding.recipes import data_parallel, specs_for, tensor_parallel, zero
 
 # --- the reference models as cases of the zoo ----------------------------------------------------------------
 
@@ -65,10 +65,9 @@ class Plan:
     stored: bool = False  # parameters at rest split over dp too
 
     def specs(self, params, batch):
-        specs = tensor_parallel(params) if "tp" in self.mesh else {}
-        if self.stored:
-            specs = parameter_sharded(specs)
-        return {**specs, **(data_parallel(batch) if "dp" in self.mesh else {})}
+        recipes = [data_parallel()] if "dp" in self.mesh else []
+        recipes += [tensor_parallel()] if "tp" in self.mesh else []
+        return specs_for(params, batch, *recipes, *([zero(3)] if self.stored else []))
 
 
 PLANS = {

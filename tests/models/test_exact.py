@@ -15,13 +15,10 @@ from zoo import ZOO, Case, reference
 from megalith.core.program import Launch
 from megalith.core.shard import shard
 from megalith.core.transforms import grad_and_value
-from megalith.models.huggingface import (
-    functional,
-    tensor_parallel,
-    unmatched,
-)
+from megalith.models.huggingface import functional, unmatched
 from megalith.models.llama import Llama, LlamaConfig
 from megalith.sharding import Mesh
+from megalith.sharding.recipes import specs_for, tensor_parallel
 
 LIMIT = 1e-10
 
@@ -86,7 +83,7 @@ def test_the_tables_know_every_parameter(model):
 def test_every_matrix_of_a_layer_is_split(model):
     """Large parameters that stay replicated are a mistake of the tables, not a choice."""
     built = CASES[model].build()
-    specs = tensor_parallel(built)
+    specs = specs_for(built, None, tensor_parallel())
     layers = [p for p in specs if ".*." in p and not any(n in p for n in ("norm", "ln_", "Norm", "mlp.gate.weight"))]
     assert layers
     for pattern in layers:
@@ -97,7 +94,7 @@ def test_every_matrix_of_a_layer_is_split(model):
 def test_an_unknown_parameter_is_reported_and_replicated():
     params = {"layers.0.q_proj.weight": torch.empty(4, 4), "layers.0.mystery": torch.empty(4, 4)}
     assert unmatched(params) == ["layers.0.mystery"]
-    assert tensor_parallel(params)["layers.*.mystery"] == "d0 d1"
+    assert specs_for(params, None, tensor_parallel())["layers.*.mystery"] == "d0 d1"
 
 
 # --- uneven sizes ---------------------------------------------------------------------------------------------------
