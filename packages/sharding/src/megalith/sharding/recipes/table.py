@@ -126,18 +126,20 @@ class Specs(Mapping[str, str]):
         return {**found, **{key: self._cut(text) for key, text in self.anchors.items()}}
 
     def _cut(self, anchor: str) -> str:
-        """An anchor with its named dims cut; an axis that a side of it has elsewhere is not cut again."""
+        """An anchor with its named dims cut, but over no axis that a side of it has on another dim."""
         sides = []
         for side in anchor.split("->"):
-            held = set(re.findall(r"\w+", side))
-            dims = []
-            for text in dims_of(side):
-                inner = text.strip("()")
-                words = [w for w in self.cuts.get(inner.split()[-1], "").split() if w.lstrip("~") not in held]
-                axes = [w for w in words if not w.isdigit()]
-                dims.append(f"({' '.join(words)} {inner})" if axes else text)
-            sides.append(text_of(tuple(dims)))
+            dims = dims_of(side)
+            sides.append(text_of(tuple(self._cut_dim(dims, at) for at in range(len(dims)))))
         return " -> ".join(sides)
+
+    def _cut_dim(self, dims: Dims, at: int) -> str:
+        *before, name = dims[at].strip("()").split()
+        elsewhere = set(re.findall(r"\w+", " ".join((*dims[:at], *dims[at + 1 :]))))
+        words = [word for word in self.cuts.get(name, "").split() if word.lstrip("~") not in elsewhere]
+        if all(word.isdigit() for word in words):
+            return dims[at]
+        return f"({' '.join([*words, *(word for word in before if word not in words), name])})"
 
     def __getitem__(self, key: str) -> str:
         return self.entries[key]
