@@ -2,6 +2,7 @@
 
 from megalith.sharding.recipes.data import data_parallel
 from megalith.sharding.recipes.experts import expert_parallel
+from megalith.sharding.recipes.grid import grid_2d, grid_3d, grid_25d
 from megalith.sharding.recipes.sequence import sequence_parallel
 from megalith.sharding.recipes.table import Leaf, Recipe, Specs, specs_for
 from megalith.sharding.recipes.tensor import tensor_parallel
@@ -13,6 +14,9 @@ __all__ = [
     "Specs",
     "data_parallel",
     "expert_parallel",
+    "grid_25d",
+    "grid_2d",
+    "grid_3d",
     "sequence_parallel",
     "specs_for",
     "tensor_parallel",

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
+from megalith.sharding.recipes.heads import Heads, with_heads
 from megalith.sharding.recipes.infer import inferred
 from megalith.sharding.recipes.table import Dims, dims_of
 
-__all__ = ["Shapes", "embeddings", "megatron", "unknown"]
+__all__ = ["Shapes", "embeddings", "is_conv1d", "megatron", "unknown"]
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
@@ -73,16 +74,17 @@ score pooler.dense transform.dense patch_embeddings.projection conv1 conv2
 """.split()
 
 
-def megatron(shapes: Shapes) -> dict[str, Dims]:
+def megatron(shapes: Shapes, heads: Heads | None = None) -> dict[str, Dims]:
     """Megatron's layout, with `tp` for the axis, of each parameter that it splits; the others are replicated.
 
     Args:
         shapes: the parameters' shapes by name.
+        heads: what is known of the heads, which are then whole.
 
     >>> megatron({"h.0.q_proj.weight": (4, 2), "h.0.o_proj.weight": (2, 4), "h.0.norm.weight": (2,)})
     {'h.0.q_proj.weight': ('(tp heads)', 'embed'), 'h.0.o_proj.weight': ('embed', '(tp heads)')}
     """
-    known = {name: dims for name in shapes if (dims := _known(name, shapes)) is not None}
+    known = {name: dims for name in shapes if (dims := _known(name, shapes, heads)) is not None}
     guessed = inferred({name: shape for name, shape in shapes.items() if not _is_replicated(name)}, known)
     found = {**known, **guessed}
     return {name: found[name] for name in shapes if name in found}
@@ -94,7 +96,7 @@ def unknown(shapes: Shapes) -> list[str]:
     >>> unknown({"h.0.q_proj.weight": (4, 2), "h.0.mystery.weight": (4, 2)})
     ['h.0.mystery.weight']
     """
-    return [name for name in shapes if _known(name, shapes) is None and not _is_replicated(name)]
+    return [name for name in shapes if _known(name, shapes, None) is None and not _is_replicated(name)]
 
 
 def embeddings(shapes: Shapes) -> list[str]:
@@ -108,7 +110,7 @@ def embeddings(shapes: Shapes) -> list[str]:
     return [path for path in paths if _matches(path, EMBEDDINGS) or "emb" in path.rpartition(".")[2]]
 
 
-def _known(name: str, shapes: Shapes) -> Dims | None:
+def _known(name: str, shapes: Shapes, heads: Heads | None) -> Dims | None:
     """What the tables say of a parameter, or None."""
     path, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
@@ -116,12 +118,13 @@ def _known(name: str, shapes: Shapes) -> Dims | None:
     if _is_replicated(name):
         return None
     found = None
-    for row in (*LINEAR, *(CONV1D if _is_conv1d(path, shapes) else ())):
+    for row in (*LINEAR, *(CONV1D if is_conv1d(path, shapes) else ())):
         if _matches(path, row.names):
             found = row.weight if kind == "weight" else row.bias
     dims = dims_of(found or "")
     if not found or len(dims) != len(shapes[name]):
         return None
+    dims = with_heads(dims, shapes[name], heads) if heads is not None else dims
     for dim, size in zip(dims, shapes[name], strict=True):
         fused = re.match(r"\((\d+) ", dim)
         if fused is not None and size % int(fused[1]):
@@ -137,7 +140,7 @@ def _is_replicated(name: str) -> bool:
     return _matches(name.removesuffix(".weight").removesuffix(".bias"), " ".join(REPLICATED))
 
 
-def _is_conv1d(path: str, shapes: Shapes) -> bool:
+def is_conv1d(path: str, shapes: Shapes) -> bool:
     """Whether the matrices of this layer are `in out`, told by the one that widens."""
     if path.rpartition(".")[2] not in ("c_attn", "c_fc", "c_proj"):
         return False

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from megalith.sharding.recipes.grid import grid_2d, grid_3d, grid_25d
+from megalith.sharding.recipes.heads import Heads
 from megalith.sharding.recipes.names import megatron
 from megalith.sharding.recipes.table import Dims, Leaf, Recipe, Specs, split_dim
 
-__all__ = ["Heads", "one_dim", "tensor_parallel"]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What is known of a model's attention.
-
-    Args:
-        n, n_kv: how many heads of queries and of keys and values; 0 is not known.
-        kv_axis: the mesh axis of keys and values, a part of the tensor axis, if that has more ranks than they heads.
-    """
-
-    n: int = 0
-    n_kv: int = 0
-    kv_axis: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.n < 0 or self.n_kv < 0 or (self.n_kv and self.n % self.n_kv) or (self.n_kv and not self.n):
-            raise ValueError(
-                f"heads={self.n}, kv_heads={self.n_kv}: every head of keys and values serves as many heads of queries; "
-                "give both as the model's config has them"
-            )
+__all__ = ["one_dim", "tensor_parallel"]
 
 
 def tensor_parallel(
@@ -45,14 +26,15 @@ def tensor_parallel(
 
     Args:
         axis: the mesh axis; for the other kinds their axes, with blanks between.
-        kind: `"1d"`.
+        kind: `"1d"`; `"2d"`, `"2.5d"` or `"3d"` for `grid_2d`, `grid_25d`, `grid_3d`, which split activations too.
         heads, kv_heads: how many heads of queries, and of keys and values (by default as many), as a model's config has
             them. Then heads are never cut, and where they do not divide the axis, a rank holds the queries of its keys.
         kv_axis: with fewer heads of keys and values than ranks: the part of the axis that splits them, `kv` of
             `Mesh("tp=(kv=2 rep=2)")`.
 
     Raises:
-        ValueError: another kind, head counts that do not fit together, or parameters that are split at rest already.
+        ValueError: another kind or number of axes, head counts that do not fit together, or parameters that are split
+            at rest already.
 
     >>> from megalith.sharding.recipes import specs_for
     >>> shapes = {"h.0.q_proj.weight": (576, 576), "h.0.k_proj.weight": (192, 576), "h.0.o_proj.weight": (576, 576)}
@@ -74,7 +56,7 @@ def one_dim(axis: str, heads: Heads) -> Recipe:
     """Megatron's layout, over one axis."""
 
     def recipe(specs: Specs) -> Specs:
-        layouts = megatron({name: leaf.shape for name, leaf in specs.params.items()})
+        layouts = megatron({name: leaf.shape for name, leaf in specs.params.items()}, heads)
 
         def split(name: str, leaf: Leaf) -> Leaf:
             if leaf.rest != leaf.used or leaf.grad is not None or leaf.state is not None:
@@ -85,14 +67,34 @@ def one_dim(axis: str, heads: Heads) -> Recipe:
             dims = layouts.get(name)
             if dims is None:
                 return leaf
-            return replace(leaf, used=_over(leaf.used, _with_heads(dims, leaf.shape, heads), axis))
+            return replace(leaf, used=_over(leaf.used, dims, axis))
 
         return specs.map_params(split).cutting("heads", axis)
 
     return recipe
 
 
-_KINDS: dict[str, Callable[[str, Heads], Recipe]] = {"1d": one_dim}
+def _grid(grid: Callable[..., Recipe], kind: str, names: str) -> Callable[[str, Heads], Recipe]:
+    """A grid by its axes in one text."""
+
+    def recipe(axis: str, heads: Heads) -> Recipe:
+        axes = axis.split()
+        if len(axes) != len(names.split()):
+            raise ValueError(
+                f"tensor_parallel({axis!r}, kind={kind!r}): this kind has {len(names.split())} axes; write their names "
+                f"with blanks between: {names!r}"
+            )
+        return grid(*axes, heads)
+
+    return recipe
+
+
+_KINDS: dict[str, Callable[[str, Heads], Recipe]] = {
+    "1d": one_dim,
+    "2d": _grid(grid_2d, "2d", "row col"),
+    "2.5d": _grid(grid_25d, "2.5d", "dep row col"),
+    "3d": _grid(grid_3d, "3d", "i j k"),
+}
 
 
 def _over(before: Dims, dims: Dims, axis: str) -> Dims:
@@ -103,25 +105,3 @@ def _over(before: Dims, dims: Dims, axis: str) -> Dims:
             cut = split_dim(before, at, axis) if found[at].startswith("(") else before
             found = (*found[:at], cut[at], *found[at + 1 :])
     return found
-
-
-def _with_heads(dims: Dims, shape: tuple[int, ...], heads: Heads) -> Dims:
-    """A layout whose heads are whole, and with the queries that read them where heads of keys are fewer."""
-    return tuple(_blocks(dim, size, heads) for dim, size in zip(dims, shape, strict=True)) if heads.n else dims
-
-
-def _blocks(dim: str, size: int, heads: Heads) -> str:
-    """A dim with its heads in numbers; as it is where it does not consist of that many heads."""
-    n, n_kv, shared = heads.n, heads.n_kv, heads.n // heads.n_kv
-    if dim == "(3 tp heads)" and shared > 1:
-        each, rest = divmod(size, n + 2 * n_kv)
-        return dim if rest else f"(tp kv_heads {shared} {each} + tp kv_heads {each} + tp kv_heads {each})"
-    count = {"(tp heads)": n, "(3 tp heads)": 3 * n, "(tp kv_heads)": n_kv, "(tp groups)": n_kv}.get(dim)
-    if count is None or size % count:
-        return dim
-    each = size // count
-    if dim == "(tp kv_heads)":
-        return f"({heads.kv_axis or 'tp'} kv_heads {each})"
-    if dim == "(tp heads)" and shared > 1 and heads.kv_axis is None:
-        return f"(tp kv_heads {shared} {each})"
-    return f"{dim[:-1]} {each})"
