@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from harness import tensor_memory
 
 from megalith.core import _compat
+from megalith.core.backends.direct import is_direct, sums_directly
 from megalith.core.effects import Lying, effects
 from megalith.core.markers import constrain
 from megalith.core.memory import memory
@@ -86,10 +87,14 @@ def run_alone(program: Program, inputs: list[torch.Tensor]) -> list:
                 sent[i.pending] = buffer
                 if i.kind == "all_reduce":
                     values[i.pending] = buffer if i.may_overwrite or buffer is not values[i.buffer] else buffer.clone()
+                elif i.kind == "reduce_scatter":
+                    n = len(i.peers)
+                    direct = sums_directly(n, kind.nbytes, kind.dtype)
+                    values[i.pending] = buffer.new_ones(kind.shape if direct else (n, *kind.shape))
+                    sent[i.pending] = buffer, buffer.new_ones((n - 2) * values[i.pending].numel() if direct else 0)
                 else:
-                    shape = (len(i.peers), *kind.shape) if i.kind == "reduce_scatter" else kind.shape
-                    values[i.pending] = buffer.new_ones(shape)
-                    if i.kind == "all_gather":
+                    values[i.pending] = buffer.new_ones(kind.shape)
+                    if i.kind == "all_gather" and not is_direct(len(i.peers), kind.nbytes // len(i.peers)):
                         values[i.pending].clone()
                 del buffer
             else:
@@ -201,13 +206,14 @@ def test_a_donated_input_is_written():
     assert memory(traced(fn, x, donate=("x",))).curve == (16384, 16384)  # all of it in place
 
 
-def test_gloo_gathers_through_a_copy():
-    x = torch.zeros(64, 64)  # 8192 bytes on each rank, 16384 gathered
-    program = traced(lambda x: constrain(x, "a b").sum(), x, mesh="tp=2", specs={"x": "(tp a) b"})
+@pytest.mark.parametrize(("n", "copies"), [(2, 1), (4, 2)])
+def test_gloo_gathers_small_shards_of_many_through_a_copy(n, copies):
+    x = torch.zeros(64, 64)  # 16384 bytes gathered
+    program = traced(lambda x: constrain(x, "a b").sum(), x, mesh=f"tp={n}", specs={"x": "(tp a) b"})
     report = memory(program)
     launch = next(n for n, i in enumerate(program.instructions) if isinstance(i, Launch))
-    assert report.curve[launch] == 8192 + 2 * 16384
-    assert report.by_kind["communication"][launch] == 2 * 16384
+    assert report.curve[launch] == 16384 // n + copies * 16384
+    assert report.by_kind["communication"][launch] == copies * 16384
 
 
 def test_allocations_are_rounded_up():

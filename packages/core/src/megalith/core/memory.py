@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megalith.core import _compat
+from megalith.core.backends.direct import is_direct, sums_directly
 from megalith.core.effects import Effect, Lying, effects
 from megalith.core.explain import aligned, amount, merge_names, star
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
@@ -146,6 +147,9 @@ def memory(program: Program, granularity: int = 64) -> MemoryReport:
     return _Walk(program, granularity).report()
 
 
+_TERMS = 1 << 40  # sets apart the stand-ins for the other terms of a sum
+
+
 class _Walk:
     """The allocations of a program, in order."""
 
@@ -184,7 +188,7 @@ class _Walk:
         program = self.program
         pinned = self.start()
         last = program.last_use
-        sent: dict[int, int] = {}  # pending slot -> a stand-in for the buffer that the collective reads until its wait
+        sent: dict[int, tuple[int, ...]] = {}  # pending slot -> stand-ins for buffers that are needed until its wait
         for slot in set(program.inputs) - pinned - set(last):
             self.release(slot, -1)
         done = effects(program)
@@ -198,7 +202,8 @@ class _Walk:
                 extra += self.launch(instruction, effect, position, sent)
             else:
                 self.wait(instruction, position)
-                self.release(sent.pop(instruction.pending), position)
+                for hidden in sent.pop(instruction.pending):
+                    self.release(hidden, position)
             self.workspace.append(-(-extra // self.granularity) * self.granularity)
             for slot in dict.fromkeys((*reads(instruction), *writes(instruction))):
                 if last.get(slot, position) == position and slot not in pinned:
@@ -236,11 +241,12 @@ class _Walk:
             if slot < 0:
                 self.release(key, position)
 
-    def launch(self, launch: Launch, effect: Effect, position: int, sent: dict[int, int]) -> int:
+    def launch(self, launch: Launch, effect: Effect, position: int, sent: dict[int, tuple[int, ...]]) -> int:
         """Allocates what a collective writes, and a copy of what it sends where that is not contiguous."""
         kind, module = self.program.types[launch.pending], launch.origin.module
         buffer = effect.operands[0]
-        sent[launch.pending] = hidden = -1 - position
+        hidden = -1 - position
+        sent[launch.pending] = (hidden,)
         if buffer.contiguous:
             self.hold(hidden, self.storage[launch.buffer])
         else:
@@ -249,11 +255,19 @@ class _Walk:
         if launch.kind == "all_reduce" and (launch.may_overwrite or not buffer.contiguous):
             self.hold(launch.pending, self.storage[hidden])
             return 0
-        n = len(launch.peers) if launch.kind == "reduce_scatter" else 1  # gloo: an all-to-all, then a sum
-        shape = (n, *kind.shape) if n > 1 else kind.shape
-        lying = Lying.packed(shape, kind.dtype)
+        n = len(launch.peers)
+        lying = Lying.packed(kind.shape, kind.dtype)
+        if launch.kind == "reduce_scatter" and sums_directly(n, lying.nbytes, kind.dtype):
+            # The rank's own term stays where it is, and the sum takes the place of another one.
+            if n > 2:
+                rest = Lying.packed((n - 2, *kind.shape), kind.dtype)
+                self.allocate(f"{launch.kind} (terms)", module, rest, rest.nbytes, position, hidden - _TERMS)
+                sent[launch.pending] = (hidden, hidden - _TERMS)
+        elif launch.kind == "reduce_scatter":  # gloo: an all-to-all, then a sum
+            lying = Lying.packed((n, *kind.shape), kind.dtype)
         self.allocate(launch.kind, module, lying, lying.nbytes, position, launch.pending)
-        return lying.nbytes if launch.kind == "all_gather" else 0  # gloo gathers into a flat copy
+        flat = launch.kind == "all_gather" and not is_direct(n, lying.nbytes // n)
+        return lying.nbytes if flat else 0  # gloo gathers into a flat copy
 
     def wait(self, wait: Wait, position: int) -> None:
         kind = self.program.types[wait.output]

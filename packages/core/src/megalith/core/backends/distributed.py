@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megalith.core.backends.direct import COMBINE, Swap, direct_gather, direct_reduce_scatter, is_direct, sums_directly
 from megalith.core.codegen import Run, compile_program
 from megalith.core.program import Launch, Program, signature
 from megalith.sharding.mesh import Mesh, MeshError
@@ -25,7 +26,7 @@ from megalith.sharding.mesh import Mesh, MeshError
 __all__ = ["CollectiveError", "CollectiveTimeout", "DigestMismatch", "Distributed", "PeerLost"]
 
 Tensor = torch.Tensor
-Start = Callable[[Tensor], Any]
+Start = Callable[..., Any]
 Finish = Callable[[Any], Tensor]
 
 SWAP_BYTES = 256 << 10  # up to which two ranks do an all-reduce in one message each
@@ -235,41 +236,72 @@ def _movement(
     carried = dtype if dtype in _CARRIED else torch.uint8
     scale = dtype.itemsize // carried.itemsize
     n = math.prod(shape) * scale
-    if launch.kind == "all_gather":
-        gather, options = (
-            _method(group, "all_gather_single", "_allgather_base"),
-            _options(c10d.AllgatherOptions, timeout),
-        )
+    if launch.sizes is not None:
+        return _sized_exchange(group, timeout, shape, finish)
+    swap = _swap(group, timeout)
 
-        def send(out: Tensor, flat: Tensor) -> Any:
-            return gather(out, flat, options)
+    def arrived(pending: tuple[Any, Tensor]) -> Tensor:
+        work, out = pending
+        finish(work, out.is_cuda)
+        return out
 
-    else:
-        swap, options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
+    if launch.kind != "all_gather":
         receives, sends = [r * scale for r in launch.receive], [s * scale for s in launch.send]
 
-        def send(out: Tensor, flat: Tensor) -> Any:
-            return swap(out, flat, receives, sends, options)
+        def send(flat: Tensor) -> Any:
+            out = torch.empty(n, dtype=carried, device=flat.device)
+            return swap(out, flat, receives, sends), out
 
-    def start(x: Tensor) -> tuple[Any, Tensor]:
+    elif group.name() == "gloo" and is_direct(group.size(), n * carried.itemsize // group.size()):
+        send, arrived = direct_gather(swap, group.rank(), group.size(), lambda work: finish(work, False))
+    else:
+        gather = _method(group, "all_gather_single", "_allgather_base")
+        options = _options(c10d.AllgatherOptions, timeout)
+
+        def send(flat: Tensor) -> Any:
+            out = torch.empty(n, dtype=carried, device=flat.device)
+            return gather(out, flat, options), out
+
+    def start(x: Tensor) -> Any:
         flat = x.contiguous().view(-1)
         if carried is not dtype:
             if flat.stride(0) != 1:  # of a single element any stride counts as contiguous, but not to view it as bytes
                 flat = flat.clone(memory_format=torch.contiguous_format)
             flat = flat.view(carried)
-        out = torch.empty(n, dtype=carried, device=x.device)
-        return send(out, flat), out
+        return send(flat)
+
+    def wait(pending: Any) -> Tensor:
+        return arrived(pending).view(dtype).view(shape)
+
+    return start, wait
+
+
+def _swap(group: Any, timeout: timedelta) -> Swap:
+    swap, options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
+    return lambda out, sent, receives, sends: swap(out, sent, receives, sends, options)
+
+
+def _sized_exchange(
+    group: Any, timeout: timedelta, shape: torch.Size, finish: Callable[[Any, bool], None]
+) -> tuple[Start, Finish]:
+    """An exchange of as many rows as counts say when it starts."""
+    swap = _swap(group, timeout)
+    row = math.prod(shape[1:])
+
+    def start(x: Tensor, sent: Tensor, received: Tensor) -> tuple[Any, Tensor]:
+        sends, receives = ((counts.sum(1) * row).tolist() for counts in (sent, received))
+        out = x.new_empty(sum(receives))
+        return swap(out, x.contiguous().view(-1), receives, sends), out
 
     def wait(pending: tuple[Any, Tensor]) -> Tensor:
         work, out = pending
         finish(work, out.is_cuda)
-        return out.view(dtype).view(shape)
+        return out.view(-1, *shape[1:])
 
     return start, wait
 
 
 _CODES = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
@@ -316,15 +348,15 @@ def _swapped_reduction(
     op: str, group: Any, timeout: timedelta, finish: Callable[[Any, bool], None]
 ) -> tuple[Start, Finish]:
     """A small all-reduce of two ranks over gloo: each sends its term to the other, as many bytes in half the steps."""
-    swap, options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
-    combine = _COMBINE[op]
+    swap = _swap(group, timeout)
+    combine = COMBINE[op]
     me = group.rank()
 
     def start(x: Tensor) -> tuple[Any, tuple[Tensor, Tensor]]:
         flat = x.contiguous().view(-1)
         out = torch.empty_like(flat)
         sizes = [0, len(flat)] if me == 0 else [len(flat), 0]
-        return swap(out, flat, sizes, sizes, options), (flat.view(x.shape), out)
+        return swap(out, flat, sizes, sizes), (flat.view(x.shape), out)
 
     def wait(pending: tuple[Any, tuple[Tensor, Tensor]]) -> Tensor:
         work, (mine, theirs) = pending
@@ -344,27 +376,34 @@ def _reduce_scatter(
     finish: Callable[[Any, bool], None],
 ) -> tuple[Start, Finish]:
     """On the CPU as an all-to-all and a local sum: gloo's own sends twice the bytes. Elsewhere the backend's own."""
-    swap, swap_options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
+    swap = _swap(group, timeout)
     scatter = _method(group, "reduce_scatter_single", "_reduce_scatter_base")
     scatter_options = _options(c10d.ReduceScatterOptions, timeout)
     scatter_options.reduceOp = _CODES[op]
     n = group.size()
+    direct = group.name() == "gloo" and sums_directly(n, math.prod(shape) * carried.itemsize, carried)
+    first, combined = direct_reduce_scatter(op, swap, group.rank(), n, lambda work: finish(work, False))
 
-    def start(x: Tensor) -> tuple[Any, Tensor]:
+    def start(x: Tensor) -> Any:
         x = x.contiguous() if carried is dtype else x.to(carried, memory_format=torch.contiguous_format)
         if x.is_complex():
             x = torch.view_as_real(x)
         flat = x.view(-1)
+        if direct:
+            return first(flat.view(n, -1))
         if flat.device.type == "cpu":
             out = torch.empty_like(flat)
-            return swap(out, flat, [], [], swap_options), out
+            return swap(out, flat, [], []), out
         out = flat.new_empty(flat.numel() // n)
         return scatter(out, flat, scatter_options), out
 
-    def wait(pending: tuple[Any, Tensor]) -> Tensor:
-        work, out = pending
-        finish(work, out.is_cuda)
-        if out.device.type == "cpu":
+    def wait(pending: Any) -> Tensor:
+        if direct:
+            out = combined(pending)
+        else:
+            work, out = pending
+            finish(work, out.is_cuda)
+        if not direct and out.device.type == "cpu":
             terms = out.view(n, -1)
             out = terms.sum(0, dtype=out.dtype) if op == "sum" else terms.amax(0) if op == "max" else terms.amin(0)
         if dtype.is_complex:
