@@ -288,8 +288,8 @@ def test_the_outputs_of_modules_are_anchored_by_their_paths():
     params = {name: p.detach() for name, p in model.named_parameters()}
     close(anchored.whole(params, ids), model(ids).detach())
     assert counts(plain.program(params, ids)) == {}
-    gathered = anchored.program(params, ids).collectives
-    assert [c.origin.module for c in gathered if c.kind == "all_gather"]
+    moved = anchored.program(params, ids).collectives
+    assert {c.kind for c in moved if "self_attn" in c.origin.module} == {"exchange"}  # the split rows meet in a ring
 
 
 def test_constrain_moves_a_value_and_its_cotangent():

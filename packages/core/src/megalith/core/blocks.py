@@ -105,6 +105,7 @@ def _call_block(tracer: Tracer, module: torch.nn.Module, path: str, args: Any, k
         _aliasing(tensors),
         torch.is_grad_enabled(),
         tuple(tracer.anchor(tracer.module_names.get(id(m), "")) for m in list(module.modules())[1:]),
+        tuple(tracer.around_attention(tracer.module_names.get(id(m), "")) for m in module.modules()),
     )
     table: BlockTable = tracer.blocks
     if key in table.numbered:

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from megalith.core import _compat
-from megalith.core.trace import current_tracer
+from megalith.core.markers import constrain
+from megalith.core.trace import Tracer, current_tracer
+from megalith.sharding.layout import Layout
 
 __all__ = ["Intercept", "lse_dtype"]
 
@@ -221,16 +223,48 @@ def _attention(
     if dropout_p > 0 or query.ndim != 4:
         return NotImplemented
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    tracer = current_tracer()
+    spec = tracer.meet_attention() if tracer is not None else None
+    layouts = () if spec is None else tuple(side.strip() for side in spec.pattern.split("->"))
     if key.shape[1] != query.shape[1]:
-        key, value = (_repeat_heads(x, query.shape[1]) for x in (key, value))
+        moved = _heads_moved(key.shape[1], query.shape[1], layouts[-1], query, tracer) if layouts else key.shape[1]
+        key, value = (_repeat_heads(x, moved) for x in (key, value))
+    for layout in layouts:
+        query, key, value = (constrain(x, layout) for x in (query, key, value))
+    key, value = (_repeat_heads(x, query.shape[1]) for x in (key, value))
+    out = _whole_attention(query, key, value, attn_mask, is_causal, scale)
+    for layout in reversed(layouts):
+        out = constrain(out, layout)
+    return out
+
+
+def _whole_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     whole = value.shape[-1] == query.shape[-1] and not (attn_mask is not None and attn_mask.requires_grad)
     if whole and _one_reverse_derivative():
-        return _Attention.apply(query, key, value, attn_mask, is_causal, scale)[0]
+        out: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal, scale)[0]
+        return out
     return torch.softmax(_scores(query, key, attn_mask, is_causal, scale), -1) @ value
+
+
+def _heads_moved(n: int, heads: int, layout: str, query: Tensor, tracer: Tracer) -> int:
+    """To how many heads the n of keys and values are repeated before they move to where they are used.
+
+    To the fewest that the ranks of the layout's heads share evenly, so that no rank is sent a head twice; to all where
+    those are no part of all.
+    """
+    if tracer.mesh is None:
+        return n
+    used = Layout.parse(layout, tuple(query.shape), tracer.mesh, tracer.sizes, "the queries of an attention")
+    least = math.lcm(n, math.prod(tracer.mesh.sizes[axis] for axis in used.dims[1].axes))
+    return least if heads % least == 0 else heads
 
 
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     b, h, s, d = x.shape
+    if h == heads:
+        return x
     return x[:, :, None].expand(b, h, heads // h, s, d).reshape(b, heads, s, d)
 
 

@@ -111,6 +111,7 @@ def resolve_leaves(
     specs: Mapping[str, str],
     sizes: Mapping[str, int],
     modules: Collection[str] = (),
+    attentions: Collection[str] = (),
     whole: bool = False,
     complete: bool = False,
 ) -> Resolution:
@@ -141,6 +142,7 @@ def resolve_leaves(
         aliases={name: _tails(name) for name in tensors},
         states=states,
         modules=modules,
+        attentions=attentions,
         complete=complete,
     )
     for name, leaf in tensors.items():

@@ -255,7 +255,8 @@ class Sharded:
         traced = trace(
             call, (), tree, module=self.module, anchors=anchors, mesh=self.mesh, sizes=self.sizes, device=device
         )
-        resolve_leaves(leaves, self.mesh, self.specs, self.sizes, traced.modules, whole=True, complete=True)
+        met = traced.modules, traced.attentions
+        resolve_leaves(leaves, self.mesh, self.specs, self.sizes, *met, whole=True, complete=True)
         graph = clean(traced.graph)
         traced = replace(traced, graph=graph)
         tensors = [leaf for leaf in leaves if leaf.is_tensor]

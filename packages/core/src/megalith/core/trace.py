@@ -19,6 +19,7 @@ from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, Tenso
 from megalith.sharding.mesh import Mesh
 from megalith.sharding.rule import has_rule
 from megalith.sharding.specs import resolve
+from megalith.sharding.syntax import SpecExpr, parse_spec
 
 __all__ = ["TraceError", "Traced", "Tracer", "current_tracer", "trace"]
 
@@ -51,12 +52,16 @@ class Frame:
 
 @dataclass(frozen=True)
 class Traced:
-    """A graph, how its inputs and outputs hang together as pytrees, and the paths of the modules that it met."""
+    """A graph, how its inputs and outputs hang together as pytrees, and the modules that it met, by path.
+
+    `attentions` are the modules that called attention; of a block that repeats, those of its first calls.
+    """
 
     graph: Graph
     in_spec: Any
     out_spec: Any
     modules: frozenset[str] = frozenset()
+    attentions: frozenset[str] = frozenset()
 
 
 _current: list[Tracer] = []
@@ -85,6 +90,8 @@ class Tracer(TorchDispatchMode):
         self.backward_depth = 0
         self.anchors: dict[str, str] = {}
         self._anchored: dict[str, str | None] = {}
+        self._around: dict[str, str | None] = {}
+        self.attentions: set[str] = set()
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = device  # of the tensors that the caller describes on `meta`
         self.raw = raw  # keep aliases and mutations, to be functionalised by a second trace
@@ -117,6 +124,21 @@ class Tracer(TorchDispatchMode):
             found = resolve(self.anchors, {}, _NO_MESH, modules=[path], complete=False).modules if self.anchors else {}
             self._anchored[path] = self.anchors[found[path]] if path in found else None
         return self._anchored[path]
+
+    def around_attention(self, path: str) -> str | None:
+        """The key of the spec for attention that the module at this path calls."""
+        if path not in self._around:
+            known = self.anchors
+            found = resolve(known, {}, _NO_MESH, attentions=[path], complete=False).attentions if known else {}
+            self._around[path] = found.get(path)
+        return self._around[path]
+
+    def meet_attention(self) -> SpecExpr | None:
+        """Notes that the innermost module calls attention. Gives the spec for that, if there is one."""
+        path = self.modules[-1] if self.modules else ""
+        self.attentions.add(path)
+        key = self.around_attention(path)
+        return None if key is None else parse_spec(self.anchors[key])
 
     def may_use_blocks(self) -> bool:
         """Whether a block may be called here rather than its ops recorded."""
@@ -428,7 +450,7 @@ def _trace(
     outputs = tuple(Ref(tracer.value_of(o)) if isinstance(o, torch.Tensor) else o for o in out_leaves)
     frame = tracer.frame
     graph = Graph(tuple(inputs), tuple(input_names), tuple(frame.nodes), outputs, frame.types, frame.constants)
-    return Traced(graph, in_spec, out_spec, frozenset(tracer.module_names.values()))
+    return Traced(graph, in_spec, out_spec, frozenset(tracer.module_names.values()), frozenset(tracer.attentions))
 
 
 def _functionalize(raw: Traced, args: Any, kwargs: Any, device: torch.device | str) -> Traced:
@@ -436,7 +458,7 @@ def _functionalize(raw: Traced, args: Any, kwargs: Any, device: torch.device | s
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     tracer = Tracer(use_blocks=False, device=device)
     graph = _trace(tracer, functional(tracer, raw.graph), tuple(leaves), {}, None, None, None).graph
-    return Traced(replace(graph, names=raw.graph.names), raw.in_spec, raw.out_spec, raw.modules)
+    return replace(raw, graph=replace(graph, names=raw.graph.names))
 
 
 def functional(tracer: Tracer, graph: Graph) -> Callable[..., tuple[Any, ...]]:

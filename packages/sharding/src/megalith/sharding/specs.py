@@ -17,6 +17,7 @@ from megalith.sharding.syntax import LayoutError, did_you_mean, parse_spec
 __all__ = ["Resolution", "Resolved", "SpecError", "resolve"]
 
 ROLES = ("grad", "state")
+ATTENTION = "attention"
 
 
 class SpecError(ValueError):
@@ -68,11 +69,13 @@ class Resolution:
     Args:
         leaves: by full path, how each leaf lives.
         modules: by path, for each module whose output an entry anchors, the key of that entry.
-        unused: the keys that match no leaf and no module.
+        attentions: by path, for each module that calls attention and has an entry for it, the key of that entry.
+        unused: the keys that match no leaf, no module and no attention.
     """
 
     leaves: Mapping[str, Resolved] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
+    attentions: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
 
     def unmatched(self, among: Collection[str] | None = None) -> tuple[str, ...]:
@@ -90,6 +93,7 @@ def resolve(
     aliases: Mapping[str, Sequence[str]] | None = None,
     states: Collection[str] = (),
     modules: Collection[str] = (),
+    attentions: Collection[str] = (),
     complete: bool = True,
 ) -> Resolution:
     """Applies a spec table to the leaves of a function's arguments.
@@ -97,7 +101,8 @@ def resolve(
     A key is a name pattern, matched against the whole of a name: `*` is any run of characters, dots included, `?` one
     character, `[...]` one of a set, `{a,b}` either. **The last matching entry wins**, so write general entries first.
     `"name:grad"` and `"name:state"` hold for these roles of what `name` matches. An entry that matches no leaf but
-    modules anchors their outputs.
+    modules anchors their outputs. `"name:attention"` says how queries, keys, values and the result of the attentions
+    lie that modules of this name call, `comes as -> is used as`, as `b h s d`.
 
     Args:
         specs: name pattern -> layout, or `stored -> used`.
@@ -108,6 +113,7 @@ def resolve(
         states: the leaves that are a parameter's optimizer state: a `:state` entry is theirs, and else, without its
             `-> used`, the entry that their name matches.
         modules: paths of the modules.
+        attentions: paths of the modules that call attention.
         complete: whether these are all leaves and modules: then an entry that matches none is an error.
 
     Raises:
@@ -121,15 +127,18 @@ def resolve(
     """
     aliases = aliases or {}
     names = {name: (name, *aliases.get(name, ())) for name in leaves}
-    matches = {key: [name for name in names if any(map(_matcher(key), names[name]))] for key in specs}
-    anchors = {key: list(filter(_matcher(key), modules)) for key in specs if not matches[key] and not _role(key)}
-    unused = tuple(key for key in specs if not matches[key] and not anchors.get(key))
+    calls = {key: list(filter(_matcher(key), attentions)) for key in specs if _role(key) == ATTENTION}
+    matches = {
+        key: [name for name in names if any(map(_matcher(key), names[name]))] for key in specs if key not in calls
+    }
+    anchors = {key: list(filter(_matcher(key), modules)) for key in matches if not matches[key] and not _role(key)}
+    unused = tuple(key for key in specs if not matches.get(key) and not anchors.get(key) and not calls.get(key))
     if unused and complete:
-        raise _matches_nothing(unused[0], names.values(), modules)
+        raise _matches_nothing(unused[0], names.values(), modules, attentions)
     decided: dict[tuple[str, str], str] = {}
-    for key in specs:
-        decided.update({(name, _role(key)): key for name in matches[key]})
-    for key, paths in anchors.items():
+    for key, found in matches.items():
+        decided.update({(name, _role(key)): key for name in found})
+    for key, paths in {**anchors, **calls}.items():
         if paths:
             _check_syntax(key, specs[key])
     table = _Table(specs, mesh, sizes or {}, decided)
@@ -139,6 +148,7 @@ def resolve(
             for name, shape in leaves.items()
         },
         {path: key for key, paths in anchors.items() for path in paths},
+        {path: key for key, paths in calls.items() for path in paths},
         unused,
     )
 
@@ -191,8 +201,9 @@ def _check_syntax(key: str, pattern: str) -> None:
 def _split(key: str) -> tuple[str, str]:
     """A key as name pattern and role."""
     name, colon, role = key.partition(":")
-    if colon and role not in ROLES:
-        fix = f"write one of {', '.join(f'{name}:{known}' for known in ROLES)}" + did_you_mean(role, ROLES)
+    if colon and role not in (*ROLES, ATTENTION):
+        known = (*ROLES, ATTENTION)
+        fix = f"write one of {', '.join(f'{name}:{role}' for role in known)}" + did_you_mean(role, known)
         raise SpecError(f"specs[{key!r}]: {role!r} is not a role of a parameter\n  {fix}")
     return name, role
 
@@ -217,9 +228,15 @@ def _globs(pattern: str, key: str) -> list[str]:
     return [glob for choice in found[1].split(",") for glob in _globs(before + choice + after, key)]
 
 
-def _matches_nothing(key: str, names: Iterable[Sequence[str]], modules: Collection[str]) -> SpecError:
+def _matches_nothing(
+    key: str, names: Iterable[Sequence[str]], modules: Collection[str], attentions: Collection[str]
+) -> SpecError:
     """The error for an entry without a match, with the names that are nearest, tail to tail."""
-    pattern = _split(key)[0]
+    pattern, role = _split(key)
+    if role == ATTENTION:
+        names, modules, what = (), attentions, "module that calls attention"
+    else:
+        what = "tensor and no module"
     core = re.sub(r"[*?\[\]]+", "", _globs(pattern, key)[0]).strip(".")
     n_parts = core.count(".") + 1
     everything = list(dict.fromkeys([*(name for group in names for name in group), *modules]))
@@ -232,4 +249,4 @@ def _matches_nothing(key: str, names: Iterable[Sequence[str]], modules: Collecti
         fix = f"the names are {shown}" if everything else "there are no names to match"
     if "*" not in pattern and any(name.endswith("." + pattern) for name in everything):
         fix = f"a pattern is matched against the whole name: write '*.{pattern}{key[len(pattern) :]}'"
-    return SpecError(f"specs[{key!r}] matches no tensor and no module\n  {fix}")
+    return SpecError(f"specs[{key!r}] matches no {what}\n  {fix}")
