@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import megalith.core.experts
 import megalith.core.ops  # noqa: F401  registers ops
 from megalith.core.backends.lockstep import gather, scatter
 from megalith.core.backends.virtual import run_virtual
@@ -314,6 +315,27 @@ def sdpa_backward(draw, op):
     if mask is None:
         return Example(lambda g, q, k, v, o, l: op(g, q, k, v, None, o, l, causal, 0.5), [g, q, k, v, out, lse])
     return Example(lambda g, q, k, v, m, o, l: op(g, q, k, v, m, o, l, causal, 0.5), [g, q, k, v, mask, out, lse])
+
+
+def _experts(draw):
+    """Rows, the experts that each goes to, two or three stacked matrices, and an activation."""
+    r, k, e, d, f, o = (draw(SIZES) for _ in range(6))
+    ins = [normal(e, f, d) for _ in range(draw(st.integers(1, 2)))]
+    activation = draw(st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]))
+    return normal(r, d), integers(r, k, high=e), ins, normal(e, o, f), activation
+
+
+@row("megalith.experts.default")
+def experts(draw, op):
+    x, ids, ins, out, activation = _experts(draw)
+    return Example(lambda x, ids, *w: op(x, ids, list(w[:-1]), w[-1], activation), [x, ids, *ins, out])
+
+
+@row("megalith.experts_backward.default")
+def experts_backward(draw, op):
+    x, ids, ins, out, activation = _experts(draw)
+    g = normal(*ids.shape, out.shape[1])
+    return Example(lambda g, x, ids, *w: op(g, x, ids, list(w[:-1]), w[-1], activation), [g, x, ids, *ins, out])
 
 
 def _convolution(draw):

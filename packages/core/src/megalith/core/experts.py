@@ -1,8 +1,9 @@
 """What does each row get from the experts that it chose? Dropless experts as one op, and the pieces it is made of.
 
-Every row goes to its experts, whatever their load: rows are sorted by expert, each expert's matrices meet its slice, and
-the results go back to where the rows came from (MegaBlocks, arXiv:2211.15841). The recipe is written once, over local
-ops, a swap of counts and an exchange of rows: on one device the last two do nothing, on a mesh they are collectives.
+Every row goes to its experts, whatever their load: rows are sorted by expert, each expert's matrices meet its slice,
+and the results go back to where the rows came from (MegaBlocks, arXiv:2211.15841). The recipe is written once, over
+local ops, a swap of counts and an exchange of rows: on one device the last two do nothing, on a mesh they are
+collectives.
 
 Letters: r rows, k choices a row, E experts, d dim of a row, f hidden dim, o dim of the result, p ranks that exchange.
 """
@@ -27,8 +28,8 @@ aten = torch.ops.aten
 def experts(x: Tensor, ids: Tensor, ins: Sequence[Tensor], out: Tensor, activation: str = "silu") -> Tensor:
     """What its experts make of each row: `out[e] @ (act(ins[0][e] @ x) * (ins[1][e] @ x))`, without a capacity.
 
-    Where `x` and the weights are sharded over the same mesh axis (`(ep r) d` and `(ep E) f d`), rows travel to the ranks
-    that hold their experts and results travel back; over different axes no row travels.
+    Where `x` and the weights are sharded over the same mesh axis (`(ep r) d` and `(ep E) f d`), rows travel to the
+    ranks that hold their experts and results travel back; over different axes no row travels.
 
     Args:
         x: rows `r d`.

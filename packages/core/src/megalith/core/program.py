@@ -43,8 +43,8 @@ class Launch:
         bytes_received: what the busiest rank of the group receives.
         may_overwrite: whether the buffer is not read again, so that a reduction may be done in place.
         value: the name of what is moved, layouts and cause: for explanations.
-        sizes: of an exchange whose sizes are known only at run time, two slots: counts of the rows of the buffer that go
-            to each peer, and of those that come from each; a row of counts for each peer, to be added up. Types and
+        sizes: of an exchange whose sizes are known only at run time, two slots: counts of the rows of the buffer that
+            go to each peer, and of those that come from each; a row of counts for each peer, to be added up. Types and
             bytes are then those of an even share.
     """
 

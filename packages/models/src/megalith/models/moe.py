@@ -1,8 +1,9 @@
 """What does a transformer with a mixture of experts look like as a plain single-device program?
 
-Two ways to send tokens to experts: with a capacity (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), where an expert
-takes so many tokens of a sequence and drops the others; and dropless (MegaBlocks, arXiv:2211.15841). Parameter names are
-those of Hugging Face's `MixtralForCausalLM`, so its state dict loads as it is; `dropless` gives its models our experts.
+Two ways to send tokens to experts: with a capacity (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961), where an
+expert takes so many tokens of a sequence and drops the others; and dropless (MegaBlocks, arXiv:2211.15841). Parameter
+names are those of Hugging Face's `MixtralForCausalLM`, so its state dict loads as it is; `dropless` gives its models
+our experts.
 
 Letters in comments: g groups (sequences), s sequence, t tokens, e embedding, k choices, E experts, c capacity,
 f feed-forward, b batch, v vocabulary.
@@ -212,8 +213,9 @@ def _huggingface_experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -
     plain = module.has_gate and module.is_concatenated and not module.has_bias and not module.has_post_expert_norm
     if name not in _ACTIVATIONS or not plain or module.is_transposed:
         raise NotImplementedError(
-            f"{type(module).__name__} (activation {name!r}) is not a gated expert without biases, gate and up one behind "
-            f"the other, with one of the activations {', '.join(_ACTIVATIONS)}; use experts_implementation='batched_mm'"
+            f"{type(module).__name__} (activation {name!r}) is not a gated expert without biases, gate and up one "
+            f"behind the other, with one of the activations {', '.join(_ACTIVATIONS)}; "
+            "use experts_implementation='batched_mm'"
         )
     made = experts(x, ids, module.gate_up_proj.chunk(2, dim=1), module.down_proj, _ACTIVATIONS[name])
     return einsum("tke,tk->te", made, weights.to(made.dtype))
@@ -231,7 +233,10 @@ def dropless(model: nn.Module) -> nn.Module:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if not any(hasattr(module, "_is_expert_parallel") for module in model.modules()):  # set by the registry's decorator
-        raise TypeError(f"{type(model).__name__} has no experts that go through transformers' registry; give one that has")
+        raise TypeError(
+            f"{type(model).__name__} has no experts that go through transformers' registry; give a model with such "
+            "experts, as MixtralForCausalLM"
+        )
     ALL_EXPERTS_FUNCTIONS.register("megalith", _huggingface_experts)
     model.set_experts_implementation("megalith")
     return model

@@ -453,15 +453,16 @@ class _State:
         sender, place = rule.sent or ("", "")
         grant([claim for claim in claims if claim.factor != place], taken)
         granted = {claim.factor: claim.result() for claim in claims}
-        free = taken - set(granted[sender].axes) if sender in granted else taken  # of these the place may have any too
+        free = taken - _axes_of(granted, sender)
         grant([claim for claim in claims if claim.factor == place], free)
         taken |= free
         granted = {claim.factor: claim.result() for claim in claims}
         for factor, held in holders.items():
             contracted = factor not in produced and factor not in rule.blocked
             if contracted:
-                others = free if factor == place else taken
-                granted[factor] = extend(granted.get(factor, Dim.of(held[0][0].size)), held, others)
+                free = taken - _axes_of(granted, sender) if factor == place else taken
+                granted[factor] = extend(granted.get(factor, Dim.of(held[0][0].size)), held, free)
+                taken |= free
                 if factor in rule.indexed and not contiguous(granted[factor]):
                     granted[factor] = Dim.of(held[0][0].size)
             granted.setdefault(factor, Dim.of(held[0][0].size))
@@ -518,6 +519,10 @@ def _ring(rule: Rule, versions: tuple[Version, ...]) -> dict[str, Dim]:
         return {}
     factors = [rule.operands[i][d] for i, d in rule.ring]
     return {factor: dim for factor in factors if factor is not None}
+
+
+def _axes_of(granted: Mapping[str, Dim], factor: str) -> set[str]:
+    return set(granted[factor].axes) if factor in granted else set()
 
 
 def _dims_for(factors: Sequence[str | None], dims: Mapping[str, Dim], shape: tuple[int, ...]) -> tuple[Dim, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megalith.core import _compat
+from megalith.core.backends.lockstep import Traffic
 from megalith.core.program import Compute, Launch, Program, Wait, signature
 from megalith.sharding.graph import Ref, map_refs, refs
 
@@ -18,12 +19,17 @@ class LockstepError(RuntimeError):
     """Ranks that do not run the same collectives."""
 
 
-def run_virtual(programs: Sequence[Program], inputs: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+def run_virtual(
+    programs: Sequence[Program],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    traffic: dict[str, Traffic] | None = None,
+) -> list[list[Any]]:
     """Runs the programs of all ranks of a mesh.
 
     Args:
         programs: one for each rank, in order.
         inputs: for each rank its input shards.
+        traffic: where to count the bytes that really move, by kind of collective.
 
     Returns:
         for each rank its outputs.
@@ -46,7 +52,7 @@ def run_virtual(programs: Sequence[Program], inputs: Sequence[Sequence[torch.Ten
                     continue
                 group = [ranks[r] for r in launch.peers]
                 if all(g.launch is not None and g.launch.peers == launch.peers for g in group):
-                    _exchange(group)
+                    _exchange(group, traffic)
                     progressed = True
             if not progressed:
                 _fail(ranks)
@@ -98,9 +104,9 @@ class _Rank:
 
     def arrive(self, result: torch.Tensor) -> None:
         assert self.launch is not None
-        expected = self.program.types[self.launch.pending].shape
-        known = 0 if self.launch.sizes is None else 1  # how many rows come is known only now
-        assert tuple(result.shape)[known:] == expected[known:], f"{self.launch.kind} gave {tuple(result.shape)}, not {expected}"
+        given, expected = tuple(result.shape), self.program.types[self.launch.pending].shape
+        known = 0 if self.launch.sizes is None else 1  # the first dim with known size: how many rows come shows now
+        assert given[known:] == expected[known:], f"{self.launch.kind} gave {given}, not {expected}"
         self.values[self.launch.pending] = result
         self.launch = None
         self.position += 1
@@ -119,7 +125,7 @@ def _reduce(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _exchange(group: Sequence[_Rank]) -> None:
+def _exchange(group: Sequence[_Rank], traffic: dict[str, Traffic] | None) -> None:
     """One collective among the ranks of a group."""
     launches = [g.launch for g in group if g.launch is not None]
     texts = {signature(launch, g.program.types[launch.buffer].dtype) for g, launch in zip(group, launches, strict=True)}
@@ -128,6 +134,7 @@ def _exchange(group: Sequence[_Rank]) -> None:
     buffers = [g.values[launch.buffer].contiguous() for g, launch in zip(group, launches, strict=True)]
     kind, op = launches[0].kind, launches[0].op
     n = len(group)
+    pieces: list[tuple[torch.Tensor, ...]] = []  # of an exchange, by sender and receiver
     if kind == "all_gather":
         results = [torch.stack(buffers) for _ in group]
     elif kind == "all_reduce":
@@ -140,8 +147,25 @@ def _exchange(group: Sequence[_Rank]) -> None:
     else:
         pieces = [b.split(_sent(g, launch)) for g, b, launch in zip(group, buffers, launches, strict=True)]
         results = [torch.cat([p[i] for p in pieces]) for i in range(n)]
+    if traffic is not None:
+        counted = traffic.setdefault(kind, Traffic())
+        for i, member in enumerate(group):
+            counted.add(member.program.rank, *_moved(kind, i, buffers, pieces))
     for member, result in zip(group, results, strict=True):
         member.arrive(result)
+
+
+def _moved(
+    kind: str, index: int, buffers: Sequence[torch.Tensor], pieces: Sequence[Sequence[torch.Tensor]]
+) -> tuple[int, int]:
+    """Bytes that a rank of a group receives and sends, as a ring moves them; of an exchange all but its own piece."""
+    n, buffer = len(buffers), buffers[index]
+    if kind == "exchange":
+        own = pieces[index][index].nbytes
+        return sum(p[index].nbytes for p in pieces) - own, buffer.nbytes - own
+    chunk = -(-buffer.numel() // n) * buffer.itemsize
+    moved = {"all_gather": buffer.nbytes, "all_reduce": 2 * chunk}.get(kind, chunk) * (n - 1)
+    return moved, moved
 
 
 def _sent(rank: _Rank, launch: Launch) -> list[int]:
