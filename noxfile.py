@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import nox
 
@@ -19,6 +20,31 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PACKAGES = ("sharding", "kernels", "core", "offload", "models")  # a package needs only those before it
 BENCHMARKS = ROOT / "tests" / "bench"
+
+
+class Peer(NamedTuple):
+    """A library that a benchmark compares with: what to install, what it needs, what it builds on its first use."""
+
+    requirement: str
+    needs: tuple[str, ...]
+    warm_up: str
+
+
+BUILD = ("setuptools<81", "wheel", "ninja", "numpy", "packaging", "psutil", "pydantic", "tqdm")
+PEERS = {
+    "peers-zero": (
+        Peer(
+            "deepspeed==0.19.8",
+            (*BUILD, "einops", "hjson", "msgpack", "py-cpuinfo"),
+            "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()",
+        ),
+        Peer(
+            "colossalai==0.5.0",
+            (*BUILD, "transformers==4.51.3", "peft<=0.13.2", *"click contexttimer fabric galore_torch protobuf".split()),
+            "import colossalai.booster",
+        ),
+    ),
+}
 
 
 def torch_python() -> str | None:
@@ -119,8 +145,35 @@ def bench(session: nox.Session) -> None:
     script = BENCHMARKS / f"{name.replace('-', '_')}.py"
     if script.stem.replace("_", "-") not in names:
         session.error(f"There is no benchmark {name!r}. Those that exist:\n{listing}")
+    if name in PEERS:  # in an environment of its own
+        session.notify("bench_peers", session.posargs)
+        return
     install_for_tests(session)
     session.run("python", str(script), *arguments)
+
+
+@nox.session(python=PYTHON, default=False)
+def bench_peers(session: nox.Session) -> None:
+    """What `bench` hands on: benchmarks beside libraries that others should not have to install."""
+    name, *arguments = session.posargs
+    install(session)
+    session.env["OMP_NUM_THREADS"] = "1"
+    if session.virtualenv.is_sandboxed:
+        session.env["TORCH_EXTENSIONS_DIR"] = str(Path(session.virtualenv.location) / "extensions")
+        session.install("cloudpickle>=3", "rich")
+        for peer in PEERS[name]:
+            install_peer(session, peer)
+    session.run("python", str(BENCHMARKS / f"{name.replace('-', '_')}.py"), *arguments)
+
+
+def install_peer(session: nox.Session, peer: Peer) -> None:
+    """Install a peer without building what can wait. One that cannot be installed is a row of the benchmark."""
+    session.env |= {"DS_BUILD_OPS": "0", "BUILD_EXT": "0", "DS_ACCELERATOR": "cpu"}
+    any_code = range(256)
+    session.install("-c", "constraints.txt", *peer.needs, success_codes=any_code)
+    # Its own build asks for torch, and its own pin for another one: neither is to bring a second torch.
+    session.install("--no-deps", "--no-build-isolation", peer.requirement, success_codes=any_code)
+    session.run("python", "-c", peer.warm_up, silent=True, success_codes=any_code)
 
 
 @nox.session
