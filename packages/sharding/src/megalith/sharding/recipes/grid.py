@@ -125,9 +125,7 @@ class _Grid:
 
         def split(name: str, leaf: Leaf) -> Leaf:
             if leaf.rest != leaf.used or leaf.grad is not None or leaf.state is not None:
-                raise ValueError(
-                    f"{name!r} is split at rest already, and a grid says how it computes; apply zero last"
-                )
+                raise ValueError(f"{name!r} is split at rest already, and a grid says how it computes; apply zero last")
             if name in layouts:
                 return self._matrix(leaf, layouts[name], outs[name])
             wide = [at for at, size in enumerate(leaf.shape) if size in widths]

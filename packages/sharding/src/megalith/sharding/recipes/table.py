@@ -137,7 +137,7 @@ class Specs(Mapping[str, str]):
         *before, name = dims[at].strip("()").split()
         elsewhere = set(re.findall(r"\w+", " ".join((*dims[:at], *dims[at + 1 :]))))
         words = [word for word in self.cuts.get(name, "").split() if word.lstrip("~") not in elsewhere]
-        if all(word.isdigit() for word in words):
+        if all(word.isdigit() or word in before for word in words):
             return dims[at]
         return f"({' '.join([*words, *(word for word in before if word not in words), name])})"
 
