@@ -222,7 +222,7 @@ def test_errors_say_what_was_given_and_what_to_write():
         experts(x, ids, [out], out)
 
 
-# --- real processes ---------------------------------------------------------------------------------------------------
+# --- real processes --------------------------------------------------------------------------------------------------
 
 
 def on_a_rank(rank, mesh, specs, load):

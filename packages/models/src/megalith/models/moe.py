@@ -95,6 +95,17 @@ def z_loss(logits: Tensor) -> Tensor:
 # --- the model -----------------------------------------------------------------------------------------
 
 
+class Way(nn.Module):
+    """Does nothing, but has names for specs: how a value lies `before` it travels and `after`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.before(x))
+
+
 class Experts(nn.Module):
     """The matrices of all experts of a layer, each a SwiGLU."""
 
@@ -103,7 +114,7 @@ class Experts(nn.Module):
         n, f, e = config.n_experts, config.hidden, config.dim
         self.gate_up_proj = nn.Parameter(torch.empty(n, 2 * f, e))  # E (2 f) e
         self.down_proj = nn.Parameter(torch.empty(n, e, f))  # E e f
-        self.to_experts, self.from_experts = nn.Identity(), nn.Identity()  # names for specs: g E c e
+        self.to_experts, self.from_experts = Way(), Way()  # g E c e
 
     def dropless(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """All choices of all tokens: x `g s e`, weights and ids `g s k`."""
@@ -194,11 +205,18 @@ def capacity_anchors(axis: str = "ep", data: str = "") -> dict[str, str]:
         axis: the mesh axis of the experts; it splits the batch too.
         data: axes that split the batch only, with blanks between.
 
-    >>> capacity_anchors("ep", "dp")
-    {'*.to_experts': '(dp g) (ep E) c e', '*.from_experts': '(dp ep g) E c e'}
+    >>> capacity_anchors("ep", "dp")["*.to_experts.before"], capacity_anchors("ep", "dp")["*.to_experts.after"]
+    ('(dp ep g) E c e', '(dp g) (ep E) c e')
     """
-    both = " ".join((data, axis)).strip()
-    return {"*.to_experts": f"({data} g) ({axis} E) c e".replace("( g)", "g"), "*.from_experts": f"({both} g) E c e"}
+    groups = f"({data} {axis} g) E c e".replace("( ", "(")
+    experts_apart = f"({data} g) ({axis} E) c e".replace("( g)", "g")
+    there, back = ("to_experts", "from_experts")
+    return {
+        f"*.{there}.before": groups,
+        f"*.{there}.after": experts_apart,
+        f"*.{back}.before": experts_apart,
+        f"*.{back}.after": groups,
+    }
 
 
 # --- Hugging Face's models -----------------------------------------------------------------------------
