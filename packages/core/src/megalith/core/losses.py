@@ -27,6 +27,7 @@ def chunked_cross_entropy(
     chunks: int,
     ignore_index: int = -100,
     reduction: str = "mean",
+    softcap: float | None = None,
 ) -> Tensor:
     """`F.cross_entropy(hidden @ weight.T, labels)`, of which only the logits of a chunk of tokens exist at a time.
 
@@ -45,6 +46,7 @@ def chunked_cross_entropy(
         chunks: how many parts.
         ignore_index: a label that does not count.
         reduction: "mean" over the labels that count, "sum", or "none" for a loss a token, [...].
+        softcap: where given, the logits z are softcap tanh(z / softcap), as in Gemma 2.
 
     Returns:
         the loss, in float32 or, where `hidden` is in float64, in that. The gradient of `weight` is added up in the
@@ -61,9 +63,9 @@ def chunked_cross_entropy(
     counts = labels != ignore_index
     safe = torch.where(counts, labels, 0)
     if _compat.functorch_levels() in ((), ("grad",)):
-        loss, _ = _ChunkedNLL.apply(hidden, weight, safe, chunks)
+        loss, _ = _ChunkedNLL.apply(hidden, weight, safe, chunks, softcap)
     else:  # another transform of `torch.func`, which the plain ops know
-        loss, _ = _forward(hidden, weight, safe, chunks)
+        loss, _ = _forward(hidden, weight, safe, chunks, softcap)
     loss = torch.where(counts, loss, 0)
     if reduction == "none":
         return loss
@@ -83,15 +85,17 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, reductio
 
 
 class _ChunkedNLL(torch.autograd.Function):
-    """`logsumexp(hidden @ weight.T) - (hidden @ weight.T)[label]` a token, and the logsumexp."""
+    """`logsumexp(logits) - logits[label]` a token, and the logsumexp, which has a derivative like any other result."""
 
     @staticmethod
-    def forward(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-        return _forward(hidden, weight, labels, chunks)
+    def forward(
+        hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        return _forward(hidden, weight, labels, chunks, softcap)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        hidden, weight, labels, ctx.chunks = inputs
+        hidden, weight, labels, ctx.chunks, ctx.softcap = inputs
         ctx.save_for_backward(hidden, weight, labels, output[1])
 
     @staticmethod
@@ -102,18 +106,23 @@ class _ChunkedNLL(torch.autograd.Function):
         grads: list[Tensor] = []
         weight_grad = None
         for h, label, z, g_picked, g_sum in zip(_dealt(hidden, -2, n), *per_token, strict=True):
-            g_logits = (_logits(h, weight) - z).exp() * g_sum
-            g_logits = g_logits.scatter_add(-1, label, -g_picked).to(h.dtype)
+            logits = _logits(h, weight, ctx.softcap)
+            g_logits = ((logits - z).exp() * g_sum).scatter_add(-1, label, -g_picked)
+            if ctx.softcap is not None:
+                g_logits = g_logits * (1 - (logits / ctx.softcap) ** 2)
+            g_logits = g_logits.to(h.dtype)
             grads.append(g_logits @ weight)
             more = g_logits.flatten(0, -2).T @ h.flatten(0, -2)
             weight_grad = more if weight_grad is None else weight_grad + more
-        return _gathered(grads, -2, hidden.shape[-2], n), weight_grad, None, None
+        return _gathered(grads, -2, hidden.shape[-2], n), weight_grad, None, None, None
 
 
-def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
+def _forward(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     losses, lses = [], []
     for h, y in zip(_dealt(hidden, -2, chunks), _dealt(labels, -1, chunks), strict=True):
-        logits = _logits(h, weight)
+        logits = _logits(h, weight, softcap)
         picked = logits.gather(-1, y.unsqueeze(-1))
         peak = logits.detach().amax(-1, keepdim=True)
         lse = peak + (logits - peak).exp().sum(-1, keepdim=True).log()
@@ -123,9 +132,10 @@ def _forward(hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int) -> tup
     return _gathered(losses, -1, n, chunks), _gathered(lses, -1, n, chunks)
 
 
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
     logits = F.linear(hidden, weight)
-    return logits if logits.dtype == torch.float64 else logits.float()
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
 def _dealt(x: Tensor, dim: int, chunks: int) -> list[Tensor]:

@@ -173,7 +173,8 @@ class _State:
         if node is None or usable[0].epoch or not all(plan(v.layout, layout, size).bytes_received for v in usable):
             return None
         (operand,) = node.operands
-        if len(self.graph.users[operand.id]) == 1 or self.current(operand.id, origin).epoch:
+        alone = len(self.graph.users[operand.id]) == 1 and Ref(operand.id) not in self.graph.outputs
+        if alone or self.current(operand.id, origin).epoch:
             return None
         wanted = _before_view(node, layout, self.types[operand.id].shape)
         if wanted is None:
