@@ -142,8 +142,11 @@ class _Ring:
         send[(self.place + 1) % self.n] = sizes[self.owner(step)]
         receive[(self.place - 1) % self.n] = sizes[self.owner(step + 1)]
         why = f"ring attention over {' '.join(self.axes)}: {what}"
-        most = max(sizes.values())
-        return self.e.exchange(flat, self.axes, tuple(send), tuple(receive), most, self.layouts[0], why)
+        nbytes = max(sizes.values()) * self.e.types[flat.id].dtype.itemsize
+        arriving, layout = (sum(receive),), self.layouts[0]
+        return self.e.start(
+            "exchange", self.axes, flat, arriving, nbytes, layout, why, send=tuple(send), receive=tuple(receive)
+        )
 
     def pack(self, *tensors: Ref) -> Ref:
         """Tensors flat, one behind the other."""
@@ -167,7 +170,7 @@ def _sdpa(e: Emit) -> tuple[Ref, ...] | None:
     q, k, v, mask, causal, scale = e.args
     ring = _Ring(e, keys=1)
     queries = e.run.operands[0].layout.ranges(e.rank)[_SEQUENCE]
-    if ring.n == 1 and _is_plain(e, parts(queries, ring.positions(0), causal), q, k):
+    if ring.n == 1 and parts(queries, ring.positions(0), causal) == _whole(e, q, k, causal):
         return None
     total: tuple[Ref, Ref] | None = None
     for step, (keys, values) in enumerate(ring.blocks(k, v)):
@@ -188,7 +191,7 @@ def _sdpa_backward(e: Emit) -> tuple[Ref, ...] | None:
     g, q, k, v, mask, out, lse, causal, scale = e.args
     ring = _Ring(e, keys=2)
     queries = e.run.operands[1].layout.ranges(e.rank)[_SEQUENCE]
-    if ring.n == 1 and _is_plain(e, parts(queries, ring.positions(0), causal), q, k):
+    if ring.n == 1 and parts(queries, ring.positions(0), causal) == _whole(e, q, k, causal):
         return None
     dq: Ref | None = None
     home: tuple[Ref, Ref] | None = None  # gradients of this rank's keys and values, by its own queries
@@ -229,10 +232,9 @@ EXPAND: Mapping[str, Callable[[Emit], tuple[Ref, ...] | None]] = MappingProxyTyp
 """Ops that become several: each gives what its outputs are, or None where it stays as it is."""
 
 
-def _is_plain(e: Emit, found: tuple[Part, ...], q: Ref, k: Ref) -> bool:
-    """Whether one part has all rows and columns, and is causal by their places."""
-    whole = (0, e.shape(q)[_SEQUENCE]), (0, e.shape(k)[_SEQUENCE])
-    return not found or (len(found) == 1 and (found[0].rows, found[0].columns) == whole)
+def _whole(e: Emit, q: Ref, k: Ref, causal: bool) -> tuple[Part, ...]:
+    """All rows and columns, causal by their places on this rank: what the op does by itself."""
+    return (Part((0, e.shape(q)[_SEQUENCE]), (0, e.shape(k)[_SEQUENCE]), causal),)
 
 
 def _run_of(e: Emit, x: Ref, dim: int, part: Range) -> Ref:
