@@ -21,18 +21,26 @@ aten = torch.ops.aten
 Changed = tuple[tuple[Any, ...], dict[str, Any]] | None
 
 
-class Exchange(Protocol):
-    """Sends a flat buffer to peers. Gives a function that awaits what arrives, flat too."""
+class Start(Protocol):
+    """Starts a collective on a buffer, over the ranks along `axes`. Gives a function that awaits what arrives.
+
+    `shape` is that of what arrives, `nbytes` what the busiest rank receives, `layout` that of what is moved; the rest
+    as `Launch` has it.
+    """
 
     def __call__(
         self,
-        buffer: Ref,
+        kind: str,
         axes: tuple[str, ...],
-        send: tuple[int, ...],
-        receive: tuple[int, ...],
-        most: int,
+        buffer: Ref,
+        shape: tuple[int, ...],
+        nbytes: int,
         layout: Layout,
         why: str,
+        *,
+        send: tuple[int, ...] = (),
+        receive: tuple[int, ...] = (),
+        sizes: tuple[int, int] | None = None,
     ) -> Callable[[], Ref]: ...
 
 
@@ -40,9 +48,7 @@ class Exchange(Protocol):
 class Emit:
     """A run about to become instructions: its arguments as slots, and what writes them.
 
-    `emit(fn, *args, out=slot)` writes an op and gives what it makes. `exchange` writes a collective over the ranks
-    along `axes`: `send` and `receive` are elements to and from each, `most` what the busiest receives, `layout` that of
-    what is moved.
+    `emit(fn, *args, out=slot)` writes an op and gives what it makes; `start` writes a collective.
     """
 
     run: Run
@@ -52,7 +58,7 @@ class Emit:
     outputs: tuple[int, ...]
     types: dict[int, TensorType]
     emit: Callable[..., Any]
-    exchange: Exchange
+    start: Start
 
     def shape(self, ref: Ref | int) -> tuple[int, ...]:
         return self.types[ref.id if isinstance(ref, Ref) else ref].shape

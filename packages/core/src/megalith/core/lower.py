@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from megalith.core import dispatch, ring
 from megalith.core.decompose import FACTORIES
-from megalith.core.dispatch import SENDING
 from megalith.core.localize import LOCALIZE, Emit, identity
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, without_dead, writes
-from megalith.core.ring import EXPAND
 from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
@@ -23,6 +22,8 @@ from megalith.sharding.transport import StepRecipe, apply_op, pack, recipe, unpa
 __all__ = ["lower"]
 
 aten = torch.ops.aten
+EXPAND = {**ring.EXPAND, **dispatch.EXPAND}
+"""Ops that become several, collectives among them: each gives what its outputs are, or None where it stays as it is."""
 
 
 def lower(
@@ -191,10 +192,6 @@ class _Builder:
             assert run.outputs[0] is not None
             self.slots[run.outputs[0]] = args[0].id
             return
-        if node.name in SENDING:
-            made = SENDING[node.name](run, args, self)
-            self.slots.update({v: ref.id for v, ref in zip(run.outputs, made, strict=True) if v is not None})
-            return
         if node.name == "aten.full.default":
             self.factories[node.outputs[0]] = run
 
@@ -205,7 +202,7 @@ class _Builder:
             return Ref(slots[0]) if len(slots) == 1 else tuple(map(Ref, slots))
 
         expand = EXPAND.get(node.name)
-        context = Emit(run, self.rank, args, kwargs, (), self.types, emit, partial(self.exchange, node.origin))
+        context = Emit(run, self.rank, args, kwargs, (), self.types, emit, partial(self.start, node.origin))
         results = expand(context) if expand is not None else None
         if results is not None:
             self.slots.update((v, ref.id) for v, ref in zip(run.outputs, results, strict=True) if v is not None)
@@ -223,24 +220,26 @@ class _Builder:
             args, kwargs = changed
         self.write(Compute(node.op, args, kwargs, outs, node.origin))  # type: ignore[arg-type]
 
-    def exchange(
+    def start(
         self,
         origin: Origin,
-        buffer: Ref,
+        kind: str,
         axes: tuple[str, ...],
-        send: tuple[int, ...],
-        receive: tuple[int, ...],
-        most: int,
+        buffer: Ref,
+        shape: tuple[int, ...],
+        nbytes: int,
         layout: Layout,
         why: str,
+        *,
+        send: tuple[int, ...] = (),
+        receive: tuple[int, ...] = (),
+        sizes: tuple[int, int] | None = None,
     ) -> Callable[[], Ref]:
-        """Launches an exchange of flat pieces that an op asks for; the result awaits what arrives."""
-        kind = TensorType((sum(receive),), self.types[buffer.id].dtype)
-        pending, result = (self.new_slot(kind.shape, kind.dtype) for _ in range(2))
-        peers = layout.mesh.peers(self.rank, axes)
-        nbytes, same = most * kind.dtype.itemsize, (layout, layout)
+        """Launches a collective that an op asks for; the result awaits what arrives."""
+        pending, result = (self.new_slot(shape, self.types[buffer.id].dtype) for _ in range(2))
+        peers, same = layout.mesh.peers(self.rank, axes), (layout, layout)
         self.instructions.append(
-            Launch("exchange", "", axes, peers, buffer.id, pending, send, receive, nbytes, False, *same, origin, why)
+            Launch(kind, "", axes, peers, buffer.id, pending, send, receive, nbytes, False, *same, origin, why, sizes)
         )
 
         def arrived() -> Ref:
