@@ -31,6 +31,7 @@ class Peer(NamedTuple):
 
 
 BUILD = ("setuptools<81", "wheel", "ninja", "numpy", "packaging", "psutil", "pydantic", "tqdm")
+COLOSSAL = ("transformers==4.51.3", "peft<=0.13.2", "click", "contexttimer", "fabric", "galore_torch", "protobuf")
 PEERS = {
     "peers-zero": (
         Peer(
@@ -40,7 +41,7 @@ PEERS = {
         ),
         Peer(
             "colossalai==0.5.0",
-            (*BUILD, "transformers==4.51.3", "peft<=0.13.2", *"click contexttimer fabric galore_torch protobuf".split()),
+            (*BUILD, *COLOSSAL),
             "import colossalai.booster",
         ),
     ),
@@ -168,7 +169,7 @@ def bench_peers(session: nox.Session) -> None:
 
 def install_peer(session: nox.Session, peer: Peer) -> None:
     """Install a peer without building what can wait. One that cannot be installed is a row of the benchmark."""
-    session.env |= {"DS_BUILD_OPS": "0", "BUILD_EXT": "0", "DS_ACCELERATOR": "cpu"}
+    session.env.update({"DS_BUILD_OPS": "0", "BUILD_EXT": "0", "DS_ACCELERATOR": "cpu"})
     any_code = range(256)
     session.install("-c", "constraints.txt", *peer.needs, success_codes=any_code)
     # Its own build asks for torch, and its own pin for another one: neither is to bring a second torch.
