@@ -18,7 +18,18 @@ from megalith.core.explain import Explanation, explain
 from megalith.core.inputs import Leaf, donated_outputs, global_shape, leaves_of, output_layouts, resolve_leaves
 from megalith.core.lower import lower
 from megalith.core.memory import MemoryReport, memory
-from megalith.core.passes import accumulate, arrival, blocking, bounded, bucket, delay, inplace, merge, overlap
+from megalith.core.passes import (
+    accumulate,
+    arrival,
+    blocking,
+    bounded,
+    bucket,
+    delay,
+    inplace,
+    merge,
+    overlap,
+    prefetch,
+)
 from megalith.core.price import DEVICES, CostReport, Device, cost
 from megalith.core.program import Program
 from megalith.core.strict import check_strict
@@ -311,7 +322,7 @@ def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool, 
     """
     program = merge(program)
     program = bucket(overlap(inplace(delay(accumulate(program)) if even else program, donated)))
-    program = bounded(arrival(program) if even else program)
+    program = bounded(prefetch(arrival(program)) if even else program)
     return program if overlapped else blocking(program)
 
 
