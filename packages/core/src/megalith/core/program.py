@@ -188,6 +188,31 @@ def without_dead(instructions: Sequence[Instruction], outputs: tuple[Any, ...]) 
     return kept[::-1]
 
 
+def in_order(program: Program, instructions: list[Instruction]) -> tuple[Instruction, ...]:
+    """The instructions with each that reads what comes later put after it."""
+    known = {*program.inputs, *program.constants}
+    waiting: list[Instruction] = []
+    out: list[Instruction] = []
+
+    def place(instruction: Instruction) -> None:
+        out.append(instruction)
+        known.update(writes(instruction))
+
+    for instruction in instructions:
+        if all(s in known for s in reads(instruction)):
+            place(instruction)
+            ready = [w for w in waiting if all(s in known for s in reads(w))]
+            while ready:
+                for w in ready:
+                    place(w)
+                waiting = [w for w in waiting if w not in ready]
+                ready = [w for w in waiting if all(s in known for s in reads(w))]
+        else:
+            waiting.append(instruction)
+    assert not waiting
+    return tuple(out)
+
+
 def _lines(program: Program) -> Iterator[str]:
     from megalith.sharding.graph import op_name
 
