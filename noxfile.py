@@ -23,11 +23,11 @@ BENCHMARKS = ROOT / "tests" / "bench"
 
 
 class Peer(NamedTuple):
-    """A library that a benchmark compares with: what to install, what it needs, what it builds on its first use."""
+    """A library that a benchmark compares with: what to install, what it needs, and a program that builds its parts."""
 
     requirement: str
     needs: tuple[str, ...]
-    warm_up: str
+    build: str = ""
 
 
 BUILD = ("setuptools<81", "wheel", "ninja", "numpy", "packaging", "psutil", "pydantic", "tqdm")
@@ -39,11 +39,7 @@ PEERS = {
             (*BUILD, "einops", "hjson", "msgpack", "py-cpuinfo"),
             "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()",
         ),
-        Peer(
-            "colossalai==0.5.0",
-            (*BUILD, *COLOSSAL),
-            "import colossalai.booster",
-        ),
+        Peer("colossalai==0.5.0", (*BUILD, *COLOSSAL)),
     ),
 }
 
@@ -143,14 +139,18 @@ def bench(session: nox.Session) -> None:
         print(f"Benchmarks, each run by `nox -s bench -- NAME`:\n{listing}", flush=True)
         return
     name, *arguments = session.posargs
-    script = BENCHMARKS / f"{name.replace('-', '_')}.py"
-    if script.stem.replace("_", "-") not in names:
+    name = name.replace("_", "-")
+    if name not in names:
         session.error(f"There is no benchmark {name!r}. Those that exist:\n{listing}")
     if name in PEERS:  # in an environment of its own
-        session.notify("bench_peers", session.posargs)
+        session.notify("bench_peers", [name, *arguments])
         return
     install_for_tests(session)
-    session.run("python", str(script), *arguments)
+    session.run("python", str(script_of(name)), *arguments)
+
+
+def script_of(name: str) -> Path:
+    return BENCHMARKS / f"{name.replace('-', '_')}.py"
 
 
 @nox.session(python=PYTHON, default=False)
@@ -164,17 +164,18 @@ def bench_peers(session: nox.Session) -> None:
         session.install("cloudpickle>=3", "rich")
         for peer in PEERS[name]:
             install_peer(session, peer)
-    session.run("python", str(BENCHMARKS / f"{name.replace('-', '_')}.py"), *arguments)
+    session.run("python", str(script_of(name)), *arguments)
 
 
 def install_peer(session: nox.Session, peer: Peer) -> None:
     """Install a peer without building what can wait. One that cannot be installed is a row of the benchmark."""
-    session.env.update({"DS_BUILD_OPS": "0", "BUILD_EXT": "0", "DS_ACCELERATOR": "cpu"})
+    session.env.update({"DS_BUILD_OPS": "0", "BUILD_EXT": "0", "DS_ACCELERATOR": "cpu", "UV_COMPILE_BYTECODE": "1"})
     any_code = range(256)
     session.install("-c", "constraints.txt", *peer.needs, success_codes=any_code)
     # Its own build asks for torch, and its own pin for another one: neither is to bring a second torch.
     session.install("--no-deps", "--no-build-isolation", peer.requirement, success_codes=any_code)
-    session.run("python", "-c", peer.warm_up, silent=True, success_codes=any_code)
+    if peer.build:
+        session.run("python", "-c", peer.build, silent=True, success_codes=any_code)
 
 
 @nox.session
