@@ -12,7 +12,7 @@ from megalith.core.backends.backend import PerRank, Virtual
 from megalith.core.inputs import donated_outputs
 from megalith.core.lower import lower
 from megalith.core.ops import adamw
-from megalith.core.passes import arrival, bounded, bucket, inplace, overlap
+from megalith.core.passes import arrival, bounded, bucket, inplace, overlap, prefetch
 from megalith.core.program import Compute, Launch, Wait, reads, writes
 from megalith.models.llama import Llama, LlamaConfig
 from megalith.sharding import Mesh
@@ -88,8 +88,10 @@ PASSES = {
     "donate": lambda name: (donating(name),),
     "arrival": lambda name: (arrival,),
     "arrival of what is written": lambda name: (donating(name), arrival),
-    "all": lambda name: (donating(name), overlap, bucket, arrival, bounded),
+    "all": lambda name: (donating(name), overlap, bucket, arrival, prefetch, bounded),
     "all, otherwise": lambda name: (bucket, donating(name), overlap),
+    "prefetch": lambda name: (prefetch,),
+    "prefetch of little": lambda name: (overlap, lambda program: prefetch(program, budget=1 << 10)),
     "twice": lambda name: (overlap, bucket, overlap, bucket),
     "tiny buckets": lambda name: (overlap, lambda program: bucket(program, small=1 << 10, limit=1 << 10)),
 }
@@ -219,6 +221,39 @@ def test_gathers_are_launched_no_earlier_than_they_were(name):
 
     before, after = ops_before(plain), ops_before(overlap(plain))
     assert all(after[slot] >= n for slot, n in before.items())
+
+
+# --- prefetch ---------------------------------------------------------------------------------------
+
+
+def ahead_of_use(program):
+    """The most bytes that are gathered, or on their way, before the first op that reads them is next to run."""
+    order = program.instructions
+    readers = positions_of_reads(program)
+    waits = {i.pending: i for i in order if isinstance(i, Wait)}
+    launched = [(n, i) for n, i in enumerate(order) if isinstance(i, Launch) and i.kind == "all_gather"]
+    use = {i.pending: readers[waits[i.pending].output][0] for _, i in launched}
+    flying = [
+        sum(program.types[i.pending].nbytes for n, i in launched if n <= now < use[i.pending])
+        for now in range(len(order))
+    ]
+    return max(flying)
+
+
+def test_parameters_are_gathered_ahead_of_their_use_within_the_budget():
+    plain = overlap(case("zero").plain[0])
+    largest = max(plain.types[i.pending].nbytes for i in plain.instructions if isinstance(i, Launch))
+    due, *most = (ahead_of_use(overlap(prefetch(plain, n * largest))) for n in (0, 3, 10))  # a whole block is due
+    assert due + largest <= most[0] <= due + 3 * largest < most[1] <= due + 10 * largest
+
+
+def test_gathers_keep_their_order():
+    plain = overlap(case("zero").plain[0])
+
+    def gathers(program):
+        return [i.pending for i in program.instructions if isinstance(i, Launch) and i.kind == "all_gather"]
+
+    assert gathers(prefetch(plain)) == gathers(plain) and len(gathers(plain)) > 20
 
 
 # --- bucket -----------------------------------------------------------------------------------------
