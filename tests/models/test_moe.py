@@ -134,8 +134,20 @@ def test_more_choices_than_experts_are_an_error():
 MESHES = {"ep=2": ("ep", ""), "ep=4": ("ep", ""), "dp=2 ep=2": ("dp ep", "dp")}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("factor", [None, 1.25], ids=["dropless", "with a capacity"])
+def each(cases, quick):
+    """Every case on every mesh; those that are not quick are left to `nox -s slow`."""
+    return [
+        pytest.param(case, mesh, marks=() if (name, mesh) in quick else pytest.mark.slow, id=f"{name}-{mesh}")
+        for name, case in cases.items()
+        for mesh in MESHES
+    ]
+
+
+OURS = {"dropless": None, "capacity": 1.25}
+HUGGING_FACE = {"mixtral": MIXTRAL, "qwen3_moe": QWEN}
+
+
+@pytest.mark.parametrize(("factor", "mesh"), each(OURS, {("dropless", "ep=4"), ("capacity", "dp=2 ep=2")}))
 def test_our_model_is_exact(factor, mesh):
     case, (batch_axes, data) = ours(factor), MESHES[mesh]
     anchors = capacity_anchors("ep", data) if factor else {}
@@ -150,8 +162,7 @@ def test_a_batch_that_does_not_divide_is_exact(factor):
     assert_exact(case, *sharded(case, "ep=2", data_parallel("ep"), expert_parallel("ep"), anchors=anchors))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("case", [MIXTRAL, QWEN], ids=["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("case", "mesh"), each(HUGGING_FACE, {("mixtral", "ep=4"), ("qwen3_moe", "dp=2 ep=2")}))
 def test_hugging_face_models_are_exact(case, mesh):
     assert_exact(case, *sharded(case, mesh, data_parallel(MESHES[mesh][0]), expert_parallel("ep")))
 
