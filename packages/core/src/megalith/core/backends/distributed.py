@@ -245,6 +245,8 @@ def _movement(
         finish(work, out.is_cuda)
         return out
 
+    send: Callable[[Tensor], Any]
+    arrive: Callable[[Any], Tensor] = arrived
     if launch.kind != "all_gather":
         receives, sends = [r * scale for r in launch.receive], [s * scale for s in launch.send]
 
@@ -253,7 +255,7 @@ def _movement(
             return swap(out, flat, receives, sends), out
 
     elif group.name() == "gloo" and is_direct(group.size(), n * carried.itemsize // group.size()):
-        send, arrived = direct_gather(swap, group.rank(), group.size(), lambda work: finish(work, False))
+        send, arrive = direct_gather(swap, group.rank(), group.size(), lambda work: finish(work, False))
     else:
         gather = _method(group, "all_gather_single", "_allgather_base")
         options = _options(c10d.AllgatherOptions, timeout)
@@ -271,7 +273,7 @@ def _movement(
         return send(flat)
 
     def wait(pending: Any) -> Tensor:
-        return arrived(pending).view(dtype).view(shape)
+        return arrive(pending).view(dtype).view(shape)
 
     return start, wait
 

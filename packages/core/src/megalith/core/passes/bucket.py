@@ -1,20 +1,20 @@
 """Which small collectives travel together? Those below a size, of one kind, side by side in one buffer.
 
-Takes a program. Gives one in which small all-reduces, reduce-scatters and gathers of inputs, over one group and of one
-dtype, are joined, as far as none waits for another: each costs a message otherwise. Large ones stay alone: copying them
-would cost more than it saves.
+Takes a program. Gives one in which small all-reduces, reduce-scatters and all-gathers, over one group and of one dtype,
+are joined, as far as none waits for another: each costs a message otherwise. Gathers of inputs go with the first of
+them, all others with the last. Large ones stay alone: copying them would cost more than it saves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 
 from megalith.core.passes.prefetch import gathers_of_inputs
-from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, reads, writes
+from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, in_order, reads, writes
 from megalith.sharding.graph import Ref, TensorType
 
 __all__ = ["bucket"]
@@ -31,21 +31,22 @@ def bucket(program: Program, small: int = 256 << 10, limit: int = 4 << 20) -> Pr
         limit: up to so many bytes together.
     """
     order = program.instructions
-    packing = {gather.members[-1]: gather.members[:-1] for gather in gathers_of_inputs(program)}
-    groups = _groups(program, set(packing), small, limit)
+    packing = {}  # of gathers of inputs: by the pending slot, positions of what packs the operand
+    for gather in gathers_of_inputs(program):
+        *packs, last = gather.members
+        packing[writes(order[last])[0]] = packs
+    groups = _groups(program, packing.keys(), small, limit)
     if not groups:
         return program
     types = dict(program.types)
     waits = {i.pending: i for i in order if isinstance(i, Wait)}
-    place = {i.pending: n for n, i in enumerate(order) if isinstance(i, Launch)}
     group_of = {launch.pending: group for group in groups for launch in group}
-    issued = {(group[-1] if group[0].kind in SUMS else group[0]).pending: group for group in groups}
+    issued = {group[0 if group[0].pending in packing else -1].pending: group for group in groups}
     early: set[int] = set()  # what packs gathers: it stands before the first gather of the group
     unpacking: dict[int, list[Instruction]] = {}  # by the pending slot of a group's first launch
     out: list[Instruction] = []
-    for group in groups:
-        if group[0].kind not in SUMS:
-            early.update(n for launch in group for n in packing[place[launch.pending]])
+    for launch in (launch for group in groups for launch in group):
+        early.update(packing.get(launch.pending, ()))
     for n, instruction in enumerate(order):
         if n in early:
             continue
@@ -55,20 +56,19 @@ def bucket(program: Program, small: int = 256 << 10, limit: int = 4 << 20) -> Pr
             out.extend(unpacking.pop(group_of[instruction.pending][0].pending, []))
         elif instruction.pending in issued:
             group = issued[instruction.pending]
-            if group[0].kind not in SUMS:
-                out.extend(order[m] for launch in group for m in packing[place[launch.pending]])
+            out.extend(order[m] for launch in group for m in packing.get(launch.pending, ()))
             joining, unpacking[group[0].pending] = _joined(group, types, waits)
             out.extend(joining)
     for rest in unpacking.values():
         out.extend(rest)
-    return replace(program, instructions=_in_order(program, out), types=types)
+    return replace(program, instructions=in_order(program, out), types=types)
 
 
-def _groups(program: Program, of_inputs: set[int], small: int, limit: int) -> list[list[Launch]]:
-    """Runs of small collectives; the result of no sum is read before the last of its run is launched."""
+def _groups(program: Program, of_inputs: Collection[int], small: int, limit: int) -> list[list[Launch]]:
+    """Runs of small collectives; no result is read before the run is launched."""
     open_groups: dict[object, list[Launch]] = {}
     done: list[list[Launch]] = []
-    awaited: dict[int, object] = {}  # what a wait of an open group of sums writes
+    awaited: dict[int, object] = {}  # what a wait of an open group that goes with its last writes
 
     def close(key: object) -> None:
         group = open_groups.pop(key, [])
@@ -78,19 +78,21 @@ def _groups(program: Program, of_inputs: set[int], small: int, limit: int) -> li
     def nbytes(launch: Launch) -> int:
         return program.types[launch.buffer if launch.kind in SUMS else launch.pending].nbytes
 
-    for position, instruction in enumerate(program.instructions):
+    for instruction in program.instructions:
         for slot in reads(instruction):
             if not isinstance(instruction, Wait) and slot in awaited:
                 close(awaited[slot])
         if isinstance(instruction, Wait):
             for key, group in open_groups.items():
-                if group[0].kind in SUMS and any(launch.pending == instruction.pending for launch in group):
+                late = group[0].pending not in of_inputs
+                if late and any(launch.pending == instruction.pending for launch in group):
                     awaited[instruction.output] = key
         if not isinstance(instruction, Launch) or nbytes(instruction) >= small:
             continue
-        if position not in of_inputs and not (instruction.kind in SUMS and instruction.op == "sum"):
+        if instruction.kind != "all_gather" and not (instruction.kind in SUMS and instruction.op == "sum"):
             continue
-        key = (instruction.kind, instruction.peers, program.types[instruction.buffer].dtype)
+        dtype = program.types[instruction.buffer].dtype
+        key = (instruction.kind, instruction.peers, dtype, instruction.pending in of_inputs)
         if sum(map(nbytes, open_groups.get(key, []))) + nbytes(instruction) > limit:
             close(key)
         open_groups.setdefault(key, []).append(instruction)
@@ -147,28 +149,3 @@ def _joined(
         after.append(write(aten.reshape.default, shaped, Ref(piece), list(types[shaped].shape)))
         start += n
     return before, after
-
-
-def _in_order(program: Program, instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions with each that reads what comes later put after it."""
-    known = {*program.inputs, *program.constants}
-    waiting: list[Instruction] = []
-    out: list[Instruction] = []
-
-    def place(instruction: Instruction) -> None:
-        out.append(instruction)
-        known.update(writes(instruction))
-
-    for instruction in instructions:
-        if all(s in known for s in reads(instruction)):
-            place(instruction)
-            ready = [w for w in waiting if all(s in known for s in reads(w))]
-            while ready:
-                for w in ready:
-                    place(w)
-                waiting = [w for w in waiting if w not in ready]
-                ready = [w for w in waiting if all(s in known for s in reads(w))]
-        else:
-            waiting.append(instruction)
-    assert not waiting
-    return tuple(out)
