@@ -117,6 +117,7 @@ FLOPS: dict[str, Callable[[Shapes, Shapes], int]] = {
     "aten.mm.default": _mm,
     "aten.bmm.default": _mm,
     "aten.addmm.default": _addmm,
+    "aten.addmm_.default": _addmm,
     "aten.baddbmm.default": _addmm,
     "megalith.sdpa.default": _attention,
     "megalith.sdpa_backward.default": _attention_backward,

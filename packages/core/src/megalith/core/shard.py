@@ -28,6 +28,7 @@ from megalith.core.passes import (
     inplace,
     merge,
     overlap,
+    panels,
     prefetch,
 )
 from megalith.core.price import DEVICES, CostReport, Device, cost
@@ -76,6 +77,7 @@ class Sharded:
     sizes: Mapping[str, int] = field(default_factory=dict)
     module: torch.nn.Module | None = None
     overlap: bool = True
+    panels: int = 1
     _cache: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by global shapes
     _seen: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by shards' shapes
     _last: Compiled | None = field(default=None, repr=False)
@@ -279,7 +281,7 @@ class Sharded:
         if self.strict:
             check_strict(laid_out)
         programs = {
-            rank: scheduled(lower(laid_out, rank, device=device), donated, laid_out.is_even, self.overlap)
+            rank: scheduled(lower(laid_out, rank, device=device), donated, laid_out.is_even, self.overlap, self.panels)
             for rank in self.backend.ranks
         }
         run = self.backend.load(programs)
@@ -313,14 +315,16 @@ def _collecting_no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def scheduled(program: Program, donated: Sequence[tuple[int, int]], even: bool, overlapped: bool = True) -> Program:
+def scheduled(
+    program: Program, donated: Sequence[tuple[int, int]], even: bool, overlapped: bool = True, n_panels: int = 1
+) -> Program:
     """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined.
 
     Ranks have to launch in one order. Where shards are not `even` some ranks have other ops than others, for empty
-    shards, and what could wait is left where it is. Where nothing is to be `overlapped`, each collective is awaited at
-    once; the rest is the same, so that results are too, to the bit.
+    shards: what could wait is left where it is, and operands are gathered whole. Where nothing is to be `overlapped`,
+    each collective is awaited at once; the rest is the same, so that results are too, to the bit.
     """
-    program = merge(program)
+    program = panels(merge(program), n_panels if even else 1)
     program = bucket(overlap(inplace(delay(accumulate(program)) if even else program, donated)))
     program = bounded(prefetch(arrival(program)) if even else program)
     return program if overlapped else blocking(program)
@@ -353,6 +357,7 @@ def shard(
     sizes: Mapping[str, int] | None = None,
     backend: str | Backend | None = None,
     overlap: bool = True,
+    panels: int = 1,
 ) -> Any:
     """The same function on a mesh.
 
@@ -368,6 +373,8 @@ def shard(
             backend; by default distributed where torch.distributed is initialised, else virtual.
         overlap: whether collectives run while other ops compute; the result is the same to the bit, so False is for
             finding out what overlap hides.
+        panels: in how many panels of the contracted dim the operands of a product are gathered, where all ranks' shards
+            are as large: as many bytes, in more messages, for a lower peak (SUMMA).
 
     Returns:
         a `Sharded`: call it with shards as its `place` gives them.
@@ -386,7 +393,7 @@ def shard(
     names = (donate,) if isinstance(donate, str) else tuple(donate)
     chosen = backend if isinstance(backend, Backend) else choose_backend(backend, mesh)
     if not isinstance(target, torch.nn.Module):
-        return Sharded(target, mesh, specs, chosen, names, strict, dict(sizes or {}), None, overlap)
+        return Sharded(target, mesh, specs, chosen, names, strict, dict(sizes or {}), None, overlap, panels)
     module = target
     params = {name: p.detach() for name, p in module.named_parameters()}
 
@@ -397,6 +404,6 @@ def shard(
     call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [first, *inspect.signature(module.forward).parameters.values()]
     )
-    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module, overlap)
+    sharded = ShardedModule(call, mesh, specs, chosen, names, strict, dict(sizes or {}), module, overlap, panels)
     sharded.params = sharded.place(params=params)
     return sharded

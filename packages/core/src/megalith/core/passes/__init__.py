@@ -9,6 +9,19 @@ from megalith.core.passes.flight import bounded
 from megalith.core.passes.inplace import inplace
 from megalith.core.passes.merge import merge
 from megalith.core.passes.overlap import overlap
+from megalith.core.passes.panels import panels
 from megalith.core.passes.prefetch import prefetch
 
-__all__ = ["accumulate", "arrival", "blocking", "bounded", "bucket", "delay", "inplace", "merge", "overlap", "prefetch"]
+__all__ = [
+    "accumulate",
+    "arrival",
+    "blocking",
+    "bounded",
+    "bucket",
+    "delay",
+    "inplace",
+    "merge",
+    "overlap",
+    "panels",
+    "prefetch",
+]

@@ -296,12 +296,14 @@ class _Writer:
         return arrived
 
     def narrow(self, slot: int, digit: _Digit, panel: _Panel, origin: Origin) -> int:
-        """A panel of a buffer: in place of the dim that is cut, what is major to it, the panel, what is minor."""
+        """A panel of a buffer: in place of the dim that is cut, what is major to it, the panel, and what is minor."""
         shape, d = self.types[slot].shape, digit.dim
-        parts = (shape[d] // (panel.granule * digit.stride), panel.granule, digit.stride)
-        apart = self.shaped(slot, (*shape[:d], *parts, *shape[d + 1 :]), origin)
-        cut = (*shape[:d], parts[0], panel.width, parts[2], *shape[d + 1 :])
-        return self.emit(aten.slice.Tensor, (Ref(apart), d + 1, panel.start, panel.stop), cut, apart, origin)
+        major = (shape[d] // (panel.granule * digit.stride),)
+        before = (*shape[:d], *(major if major != (1,) else ()))
+        after = (*((digit.stride,) if digit.stride > 1 else ()), *shape[d + 1 :])
+        apart = self.shaped(slot, (*before, panel.granule, *after), origin)
+        bounds = (len(before), panel.start, panel.stop)
+        return self.emit(aten.slice.Tensor, (Ref(apart), *bounds), (*before, panel.width, *after), apart, origin)
 
     def view(self, slot: int, use: _Operand, panel: _Panel, origin: Origin) -> int:
         """A panel of a buffer as the matrix that a product reads."""
