@@ -176,8 +176,7 @@ def _from_experts(do: Steps[T], rows: T, route: _Route[T], r: int, k: int) -> T:
 
 def _activate(do: Steps[T], hidden: Sequence[T], activation: str) -> T:
     act = ACTIVATIONS[activation]
-    gelu = dict(act.kwargs)
-    made = do.op(act.op, hidden[0], **gelu)
+    made = do.op(act.op, hidden[0], **dict(act.kwargs))
     return made if len(hidden) == 1 else do.op(aten.mul.Tensor, made, hidden[1])
 
 

@@ -208,14 +208,13 @@ def capacity_anchors(axis: str = "ep", data: str = "") -> dict[str, str]:
     >>> capacity_anchors("ep", "dp")["*.to_experts.before"], capacity_anchors("ep", "dp")["*.to_experts.after"]
     ('(dp ep g) E c e', '(dp g) (ep E) c e')
     """
-    groups = f"({data} {axis} g) E c e".replace("( ", "(")
-    experts_apart = f"({data} g) ({axis} E) c e".replace("( g)", "g")
-    there, back = ("to_experts", "from_experts")
+    by_group = f"({data} {axis} g) E c e".replace("( ", "(")
+    by_expert = f"({data} g) ({axis} E) c e" if data else f"g ({axis} E) c e"
     return {
-        f"*.{there}.before": groups,
-        f"*.{there}.after": experts_apart,
-        f"*.{back}.before": experts_apart,
-        f"*.{back}.after": groups,
+        "*.to_experts.before": by_group,
+        "*.to_experts.after": by_expert,
+        "*.from_experts.before": by_expert,
+        "*.from_experts.after": by_group,
     }
 
 
