@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = [
     "DataDependentOutputException",
@@ -24,6 +25,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "autograd_sequence",
     "below_functionalize",
     "functional_form",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megalith.core._compat import pytree
+from megalith.core._compat import WeakIdKeyDictionary, pytree
 from megalith.core.backends.backend import Backend, PerRank, choose_backend
 from megalith.core.clean import clean
 from megalith.core.explain import Explanation, explain
@@ -82,6 +82,9 @@ class Sharded:
     _seen: dict[Any, Compiled] = field(default_factory=dict, repr=False)  # by shards' shapes
     _last: Compiled | None = field(default=None, repr=False)
     _shapes: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict, repr=False)
+    # Whole shapes of placed shards. An uneven batch may look like another one on some ranks and not on others.
+    _placed: Any = field(default_factory=WeakIdKeyDictionary, repr=False)
+    _alike: bool = field(default=False, repr=False)  # whether shards of one shape were of different wholes
 
     def __post_init__(self) -> None:
         try:
@@ -108,7 +111,9 @@ class Sharded:
             bound = self._signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         flat, spec = pytree.tree_flatten((args, kwargs))
-        key = spec, tuple([_look(value) for value in flat])
+        key: Any = spec, tuple([_look(value) for value in flat])
+        if self._alike:
+            key = key, tuple([self._placed.get(x) for x in flat if isinstance(x, (torch.Tensor, PerRank))])
         compiled = self._seen.get(key)
         if compiled is None:
             compiled = self._seen[key] = self.compiled(*args, **kwargs)
@@ -140,7 +145,9 @@ class Sharded:
                     values.append(leaf.value)
                     continue
                 shards = self.backend.scatter(leaf.value, leaf.layout)
-                self._shapes[leaf.name, self.backend.local_shape(shards)] = tuple(leaf.value.shape)
+                whole, local = tuple(leaf.value.shape), (leaf.name, self.backend.local_shape(shards))
+                self._alike |= self._shapes.setdefault(local, whole) != whole
+                self._shapes[local] = self._placed[shards] = whole
                 values.append(shards)
             bound.arguments[name] = pytree.tree_unflatten(values, pytree.tree_structure(tree))
 
@@ -235,7 +242,7 @@ class Sharded:
         if not leaf.is_tensor:
             return leaf
         local = self.backend.local_shape(leaf.value)
-        known = self._shapes.get((leaf.name, local))
+        known = self._placed.get(leaf.value, self._shapes.get((leaf.name, local)))
         if known is None:
             known = global_shape(leaf, local, self.mesh, self.specs, self.sizes, self.backend)
             self._shapes[leaf.name, local] = known
