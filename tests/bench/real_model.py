@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,24 +30,12 @@ from megalith.core.memory import memory
 from megalith.models import gguf, huggingface
 from megalith.models.text import batch_at, documentation, encode
 from megalith.sharding import Mesh
+from megalith.sharding.recipes import Recipe, data_parallel, specs_for, tensor_parallel, zero
 
 WINDOWS, WINDOW = 2, 1024
 BATCH, SEQUENCE, LEARNING_RATE = 2, 64, 5e-5
 EMBEDDING = "model.embed_tokens.weight"
 UNSHARDED = "unsharded"
-
-# 9 query and 3 key-value heads do not divide by 2. Cut between key-value heads, of which ranks then hold 2 and 1, with
-# the 3 query heads that read each: attention needs no communication.
-TENSOR = {
-    "*.q_proj.weight": "(tp kv group d) e",
-    "*.{k,v}_proj.weight": "(tp kv d) e",
-    "*.o_proj.weight": "e (tp kv group d)",
-    "*.{gate,up}_proj.weight": "(tp hidden) e",
-    "*.down_proj.weight": "e (tp hidden)",
-    "*embed_tokens.weight": "(tp vocab) e",
-}
-DATA = {"batch.*": "(dp b) s"}
-WHOLE = {"*{embed_tokens,proj}.weight": "o i", "*norm.weight": "e"}
 
 
 @dataclass(frozen=True)
@@ -55,15 +43,17 @@ class Case:
     """A layout of the model on 2 ranks, or on one device where there is no mesh."""
 
     mesh: str
-    specs: dict[str, str]
-    sizes: dict[str, int] = field(default_factory=dict)
+    recipes: tuple[Recipe, ...]
 
 
 CASES = {
-    "tp=2": Case("tp=2", TENSOR, {"group": 3, "d": 64}),
-    "dp=2": Case("dp=2", DATA),
-    "dp=2, parameters sharded": Case("dp=2", huggingface.parameter_sharded(WHOLE) | DATA),
+    # 9 query and 3 key-value heads do not divide by 2. Cut between key-value heads, of which ranks then hold 2 and 1,
+    # with the 3 query heads that read each: attention needs no communication.
+    "tp=2": Case("tp=2", (tensor_parallel(heads=9, kv_heads=3),)),
+    "dp=2": Case("dp=2", (data_parallel(),)),
+    "dp=2, parameters sharded": Case("dp=2", (data_parallel(), zero(3))),
 }
+BATCHES = {name: (BATCH, SEQUENCE) for name in ("input_ids", "labels")}  # of evaluation too: recipes read dims only
 
 
 @dataclass(frozen=True)
@@ -121,9 +111,9 @@ class Program:
         self.logits, self.evaluate, self.train = logits, evaluate, train
         self.is_sharded = case is not None
         if case is not None:
-            options: dict[str, Any] = {"sizes": case.sizes, "strict": True}
-            self.evaluate = shard(evaluate, Mesh(case.mesh), case.specs, **options)
-            self.train = shard(train, Mesh(case.mesh), case.specs, donate=("params", "opt_state"), **options)
+            mesh, specs = Mesh(case.mesh), specs_for(self.params, BATCHES, *case.recipes)
+            self.evaluate = shard(evaluate, mesh, specs, strict=True)
+            self.train = shard(train, mesh, specs, donate=("params", "opt_state"), strict=True)
 
     def place(self, fn: Any, **tree: Any) -> Any:
         return fn.place(**tree) if self.is_sharded else next(iter(tree.values()))

@@ -9,8 +9,11 @@ from fractions import Fraction
 from functools import cache
 
 import pytest
-from cases import CASES, Bound, error
-from zoo import reference
+import torch
+import torch.nn.functional as F
+from cases import CASES, LLAMA, Bound, error, next_token_loss, seeded, tokens
+from oracle import close
+from zoo import Case, reference
 
 from megalith.core import AdamW, grad_and_value, shard
 from megalith.models.huggingface import functional
@@ -96,9 +99,8 @@ PAIRS = [
 
 
 @cache
-def expected(model):
+def expected(case):
     """Loss, gradients and parameters after a step, on one device."""
-    case = CASES[model]
     loss, grads = reference(case)
     params = {name: p.detach() for name, p in case.build().named_parameters() if p.requires_grad}
     return loss, grads, OPTIMIZER.update(grads, OPTIMIZER.init(params), params)[0]
@@ -117,10 +119,9 @@ def training(case, mesh, *recipes, backend="virtual"):
     return run, (params, OPTIMIZER.init(params), batch)
 
 
-def errors(model, table, backend):
+def errors(case, table, backend):
     """By what, the relative error of the loss, of each gradient and of each parameter after a step."""
-    case = CASES[model]
-    loss, grads, params = expected(model)
+    loss, grads, params = expected(case)
     run, given = training(case, table.mesh, *table.recipes, backend=backend)
     found_params, _, found_loss, found_grads = run.whole(*given)
     assert found_grads.keys() == grads.keys()
@@ -141,13 +142,81 @@ def assert_exact(found):
 
 @pytest.mark.parametrize(("name", "model"), PAIRS)
 def test_a_step_is_that_of_one_device(name, model):
-    assert_exact(errors(model, TABLES[name], "virtual"))
+    assert_exact(errors(CASES[model], TABLES[name], "virtual"))
 
 
 @pytest.mark.parametrize("name", ["hybrid zero3, state over all", "dp x tp x megatron"])
 def test_a_step_on_four_processes_is_that_of_one_device(ranks, name):
-    for found in ranks.run(lambda _, table: errors("our_llama", table, "distributed"), TABLES[name], timeout=300):
+    for found in ranks.run(lambda _, table: errors(LLAMA, table, "distributed"), TABLES[name], timeout=300):
         assert_exact(found)
+
+
+# --- parameters of every kind, and models that no table knows ---------------------------------------------------------
+
+KINDS = {"scale": (), "cls": (1, 1, 5), "up": (7, 5), "frozen": (7, 7), "down": (5, 7), "unused": (6, 3)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=2", "rep=2 dp=2"])
+def test_zero_splits_scalars_frozen_unused_and_uneven_parameters(stage, mesh):
+    params = {name: torch.randn(shape, dtype=torch.float64) for name, shape in KINDS.items()}
+    trained = [name for name in KINDS if name != "frozen"]
+    x = torch.randn(6, 3, 5, dtype=torch.float64)
+
+    def loss(part, params, x):
+        hidden = torch.tanh((x + part["cls"]) @ part["up"].T) @ params["frozen"]
+        return (hidden @ part["down"].T * part["scale"]).square().mean()
+
+    def step(params, opt_state, x):
+        part = {name: params[name] for name in trained}
+        grads, value = grad_and_value(loss)(part, params, x)
+        part, opt_state = OPTIMIZER.update(grads, opt_state, part)
+        return {**params, **part}, opt_state, value
+
+    given = params, OPTIMIZER.init({name: params[name] for name in trained}), x
+    table = specs_for(params, {"x": x}, data_parallel("rep dp" if "rep" in mesh else "dp"), zero(stage))
+    run = shard(step, Mesh(mesh), table, donate=DONATE, backend="virtual")
+    close(run.whole(*given), step(*given))
+    placed = run.place(*given)
+    numbers = {name: sum(t.numel() for t in placed[1]["mu"][name].shards) for name in trained}
+    n_copies = 2 if "rep" in mesh else 1
+    assert numbers == {name: params[name].numel() * (n_copies if name != "scale" else 2 * n_copies) for name in trained}
+
+
+class Unseen(torch.nn.Module):
+    """A language model in somebody's own words."""
+
+    def __init__(self, vocab=48, width=16, layers=2):
+        super().__init__()
+        self.tok_emb, self.pos_emb = torch.nn.Embedding(vocab, width), torch.nn.Embedding(16, width)
+        self.stack = torch.nn.ModuleList()
+        for _ in range(layers):
+            mix = torch.nn.ModuleDict({name: torch.nn.Linear(width, width) for name in ("ask", "tell", "say", "mix")})
+            feed = torch.nn.Sequential(torch.nn.Linear(width, 40), torch.nn.GELU(), torch.nn.Linear(40, width))
+            self.stack.append(torch.nn.ModuleDict({"n1": torch.nn.LayerNorm(width), "mixer": mix, "feed": feed}))
+        self.output = torch.nn.Linear(width, vocab)
+
+    def forward(self, ids):
+        x = self.tok_emb(ids) + self.pos_emb(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.stack:
+            y, mix = layer["n1"](x), layer["mixer"]
+            q, k, v = (mix[name](y).unflatten(-1, (4, -1)).transpose(1, 2) for name in ("ask", "tell", "say"))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + mix["mix"](y)
+            x = x + layer["feed"](x)
+        return self.output(x)
+
+
+UNSEEN = Case("unseen", seeded(Unseen), lambda: tokens(vocab=48), next_token_loss, zero_grad="*.tell.bias")
+
+
+@pytest.mark.parametrize("recipes", [(), (sequence_parallel("tp"),), (zero(3),)], ids=["tp", "megatron", "zero3"])
+def test_a_model_that_no_table_knows_is_split_as_well_as_one_that_they_know(recipes):
+    table = Composed("dp=2 tp=2", (data_parallel(), tensor_parallel(), *recipes))
+    assert_exact(errors(UNSEEN, table, "virtual"))
+    run, given = training(UNSEEN, "tp=2", tensor_parallel(), backend="count")
+    large = [c for c in run.program(*given).collectives if c.bytes_received > 4096]
+    assert [c.kind for c in large] == ["all_reduce"] * (2 * 2 * 2 + 2)  # as Megatron's: four a layer, embedding, head
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -178,7 +247,7 @@ CLOSED_FORMS = {
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_zero_moves_no_byte_more_than_its_closed_form(name):
     data, stages, per_byte = CLOSED_FORMS[name]
-    run, given = training(CASES["our_llama"], "rep=2 dp=2", data, *stages, backend="count")
+    run, given = training(LLAMA, "rep=2 dp=2", data, *stages, backend="count")
     params = given[0]
     moved = sum(c.bytes_received for c in run.program(*given).collectives)
     nbytes = sum(p.nbytes for p in params.values())

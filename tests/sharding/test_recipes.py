@@ -167,7 +167,7 @@ class Unseen(torch.nn.Module):
 
     def __init__(self, vocab=48, width=16, layers=2):
         super().__init__()
-        self.tok_emb, self.pos_emb = torch.nn.Embedding(vocab, width), torch.nn.Embedding(32, width)
+        self.tok_emb, self.pos_emb = torch.nn.Embedding(vocab, width), torch.nn.Embedding(16, width)
         self.stack = torch.nn.ModuleList()
         for _ in range(layers):
             mix = torch.nn.ModuleDict({name: torch.nn.Linear(width, width) for name in ("ask", "tell", "say", "mix")})
@@ -196,8 +196,8 @@ def test_an_unseen_model_is_split_by_its_shapes():
         stack.0.feed.0.bias        (tp hidden)
         stack.0.feed.2.weight      embed (tp hidden)
         stack.0.feed.2.bias        d0
-        output.weight              (tp vocab) embed
-        output.bias                (tp vocab)
+        [o]utput.weight            (tp vocab) embed
+        [o]utput.bias              (tp vocab)
     """)
 
 
@@ -238,6 +238,15 @@ def test_stacked_experts_are_found_by_name_or_by_shape():
 def test_errors_say_what_to_write_instead(recipes, message):
     with pytest.raises(ValueError, match=message):
         specs_for({"h.q_proj.weight": (16, 16)}, None, *recipes)
+
+
+def test_a_parameter_called_output_is_not_taken_for_an_output():
+    table = specs_for({"output.weight": (8, 4), "outputs": (8,)}, None, zero(3))
+    assert list(table) == ["[o]utput.weight", "outputs"]
+    leaves = {"params.output.weight": (8, 4), "params.outputs": (8,)}
+    tails = {name: [name.removeprefix("params.")] for name in leaves}
+    found = resolve(table, leaves, Mesh("dp=2"), aliases=tails).leaves
+    assert found["params.output.weight"].key == "[o]utput.weight"
 
 
 def test_a_parameter_and_an_input_of_one_name_are_an_error():

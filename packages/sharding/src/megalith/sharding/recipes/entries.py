@@ -52,7 +52,7 @@ def _wrong(table: Mapping[str, str], wanted: Mapping[str, Entry]) -> set[str]:
     """The names that need an entry of their own: those decided wrongly, and, as these come last, those they match."""
     keys = list(table)
     order = {key: n for n, key in enumerate(keys)}
-    globs = [key for key in keys if re.search(r"[*?]", key)]
+    globs = [key for key in keys if re.search(r"[*?[]", key)]
     tails = {name: [name[m.end() :] for m in re.finditer(r"\.", name)] for name in wanted}
 
     def decided(name: str) -> str | None:
@@ -74,8 +74,8 @@ def _wrong(table: Mapping[str, str], wanted: Mapping[str, Entry]) -> set[str]:
 
 
 def _escaped(name: str) -> str:
-    """A name as a pattern: what means something in patterns stands for any character."""
-    return re.sub(r"[*?\[\]{}:]", "?", name)
+    """A name as a pattern: what means something in patterns stands for any character, and `output` is for outputs."""
+    return re.sub(r"^output(?![^.])", "[o]utput", re.sub(r"[*?\[\]{}:]", "?", name))
 
 
 def _starred(name: str) -> str:

@@ -23,14 +23,16 @@ def inferred(shapes: Mapping[str, tuple[int, ...]], known: Mapping[str, Dims]) -
     >>> inferred({"mix.a.weight": (8, 4), "mix.a.bias": (8,), "mix.b.weight": (4, 8), "mix.b.bias": (4,)}, {})
     {'mix.a.weight': ('(tp hidden)', 'embed'), 'mix.b.weight': ('embed', '(tp hidden)'), 'mix.a.bias': ('(tp hidden)',)}
     """
+    matrices = {
+        name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")
+    }
     modules: dict[str, dict[str, tuple[int, int]]] = {}
-    for name, shape in shapes.items():
-        if len(shape) == 2 and name.endswith(".weight"):
-            modules.setdefault(_parent(name), {})[name] = (shape[0], shape[1])
+    for name, shape in matrices.items():
+        if not _is_embedding(name) and known.get(name, ("",))[0] != "(tp vocab)":
+            modules.setdefault(_parent(name), {})[name] = shape
     found: dict[str, Dims] = {}
     for siblings in modules.values():
         found |= _chain(siblings, known)
-    matrices = {name: shape for siblings in modules.values() for name, shape in siblings.items()}
     found |= _vocabulary({name: shape for name, shape in matrices.items() if name not in found}, known)
     biases = {}
     for name, dims in found.items():
@@ -58,14 +60,22 @@ def _chain(siblings: Mapping[str, tuple[int, int]], known: Mapping[str, Dims]) -
 
 def _vocabulary(alone: Mapping[str, tuple[int, int]], known: Mapping[str, Dims]) -> dict[str, Dims]:
     """Embeddings by their names, but for those of positions and types, and matrices of their shape: heads."""
-    tables = {name for name in alone if _is_vocabulary(name.removesuffix(".weight").rpartition(".")[2])}
+    tables = {name for name in alone if _is_embedding(name) and not any(o in _module(name) for o in _NO_VOCABULARY)}
     shapes = {alone[name] for name in tables if name not in known}
-    return {name: ("(tp vocab)", "embed") for name in alone if name in tables or alone[name] in shapes}
+    heads = {name for name in alone if alone[name] in shapes and not _is_embedding(name)}
+    return {name: ("(tp vocab)", "embed") for name in alone if name in tables | heads}
 
 
-def _is_vocabulary(module: str) -> bool:
-    lower = module.lower()
-    return "emb" in lower and not any(other in lower for other in ("pos", "typ", "seg", "patch", "time", "rot"))
+def _is_embedding(name: str) -> bool:
+    return "emb" in _module(name)
+
+
+def _module(name: str) -> str:
+    """The last part of the path of the module that a weight is of."""
+    return name.removesuffix(".weight").rpartition(".")[2].lower()
+
+
+_NO_VOCABULARY = ("pos", "typ", "seg", "patch", "time", "rot")
 
 
 def _parent(name: str) -> str:
