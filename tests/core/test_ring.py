@@ -194,6 +194,30 @@ def test_a_ring_receives_keys_and_values_twice_and_their_gradients_once(n, layou
     }
 
 
+@pytest.mark.parametrize(("mesh", "kv", "travel"), [("sp=4", 2, 2), ("tp=2 sp=2", 2, 1), ("tp=4 sp=2", 2, 1)])
+def test_of_repeated_heads_one_of_each_group_goes_round(mesh, kv, travel):
+    """`travel` heads of keys on each rank; a rank with a part of a group sends what it has."""
+    q, k, v = heads(kv=kv)
+    layout = "b (tp h) (sp s) d" if "tp" in mesh else PLAIN
+    specs = {"q": layout, "[kv]": PLAIN}
+    sharded = same_on_mesh(causally, q, k, v, mesh=mesh, specs=specs)
+    program, n = sharded.program(q, k, v), Mesh(mesh).sizes["sp"]
+    one_head = k.numel() // kv // n * k.itemsize
+    assert received(program, "forward", {"exchange"}) == (n - 1) * 2 * travel * one_head
+    assert received(program, "backward", {"exchange"}) == (n - 1) * 4 * travel * one_head
+
+
+def test_gradients_of_repeated_heads_that_are_read_one_by_one_travel_one_by_one():
+    def fn(q, k, v):
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        return attend(q, k, v)  # gives the gradients of the repeated heads
+
+    q, k, v = heads(kv=2)
+    sharded = same_on_mesh(fn, q, k, v, mesh="sp=2", specs=specs_of(PLAIN))
+    local = q.numel() // 2 * q.itemsize
+    assert received(sharded.program(q, k, v), "backward", {"exchange"}) == 4 * local
+
+
 @BOTH
 def test_no_rank_holds_all_keys_or_a_mask(layout):
     def fn(q, k, v):
@@ -301,7 +325,9 @@ def test_sharded_queries_of_whole_keys_need_no_communication(keys, layout):
 def test_a_cross_attention_gathers_its_keys_and_values():
     q, (_, k, v) = heads()[0], heads(s=12)
     sharded = same_on_mesh(attend, q, k, v, mesh="sp=2", specs=specs_of(PLAIN))
-    assert counts(sharded.program(q, k, v), "forward") == {"all_gather sp": 2}
+    program = sharded.program(q, k, v)
+    assert set(counts(program, "forward")) == {"all_gather sp"}
+    assert received(program, "forward", {"all_gather"}) == 2 * k.nbytes // 2
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

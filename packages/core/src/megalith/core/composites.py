@@ -248,13 +248,13 @@ def _whole_attention(
     return torch.softmax(_scores(query, key, attn_mask, is_causal, scale), -1) @ value
 
 
-def _heads_moved(n: int, heads: int, layout: str, query: Tensor, tracer: Tracer) -> int:
+def _heads_moved(n: int, heads: int, layout: str, query: Tensor, tracer: Tracer | None) -> int:
     """To how many heads the n of keys and values are repeated before they move to where they are used.
 
     To the fewest that the ranks of the layout's heads share evenly, so that no rank is sent a head twice; to all where
     those are no part of all.
     """
-    if tracer.mesh is None:
+    if tracer is None or tracer.mesh is None:
         return n
     used = Layout.parse(layout, tuple(query.shape), tracer.mesh, tracer.sizes, "the queries of an attention")
     least = math.lcm(n, math.prod(tracer.mesh.sizes[axis] for axis in used.dims[1].axes))

@@ -181,6 +181,12 @@ def _attention_backward(operands: Operands, _: Outputs) -> int:
     return per_thread * torch.get_num_threads() + _additive_mask(rest[:-2], q)
 
 
+def _merge(operands: Operands, _: Outputs) -> int:
+    """Three of the rows' log-sum-exps, and the rows themselves where they are of another dtype."""
+    lse, more, more_lse = operands[1:4]
+    return 3 * more_lse.nbytes + (math.prod(more.shape) * lse.dtype.itemsize if more.dtype != lse.dtype else 0)
+
+
 def _additive_mask(masks: Operands, q: Lying) -> int:
     return sum(math.prod(m.shape) * q.dtype.itemsize for m in masks if m.dtype == torch.bool)
 
@@ -210,6 +216,7 @@ def _in_dtype_of_output(operands: Operands, outputs: Outputs) -> int:
 WORKSPACE: dict[str, Callable[[Operands, Outputs], int]] = {
     "megalith.sdpa.default": _attention,
     "megalith.sdpa_backward.default": _attention_backward,
+    "megalith.sdpa_merge.default": _merge,
     "aten.native_layer_norm_backward.default": _norm_backward,
     "aten.gather.default": _in_float32(-1),
     "aten.scatter_add.default": _in_float32(0),

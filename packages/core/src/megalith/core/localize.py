@@ -11,7 +11,7 @@ import torch
 from megalith.sharding import markers
 from megalith.sharding.aten.index import index_dims
 from megalith.sharding.aten.shape import bounds
-from megalith.sharding.graph import Ref, TensorType, refs
+from megalith.sharding.graph import Graph, Ref, TensorType, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Run
 
@@ -46,7 +46,7 @@ class Start(Protocol):
 
 @dataclass(frozen=True)
 class Emit:
-    """A run about to become instructions: its arguments as slots, and what writes them.
+    """A run of a graph about to become instructions: its arguments as slots, and what writes them.
 
     `emit(fn, *args, out=slot)` writes an op and gives what it makes; `start` writes a collective.
     """
@@ -57,6 +57,7 @@ class Emit:
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     types: dict[int, TensorType]
+    graph: Graph
     emit: Callable[..., Any]
     start: Start
 

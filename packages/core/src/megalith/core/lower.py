@@ -202,7 +202,8 @@ class _Builder:
             return Ref(slots[0]) if len(slots) == 1 else tuple(map(Ref, slots))
 
         expand = EXPAND.get(node.name)
-        context = Emit(run, self.rank, args, kwargs, (), self.types, emit, partial(self.start, node.origin))
+        start, graph = partial(self.start, node.origin), self.partition.graph
+        context = Emit(run, self.rank, args, kwargs, (), self.types, graph, emit, start)
         results = expand(context) if expand is not None else None
         if results is not None:
             self.slots.update((v, ref.id) for v, ref in zip(run.outputs, results, strict=True) if v is not None)

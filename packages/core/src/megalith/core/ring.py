@@ -9,6 +9,8 @@ block but the own one, on every rank alike (compare "Striped Attention", arXiv:2
 | bytes received by a rank | forward | backward |
 | --- | --- | --- |
 | K and V, as large as a rank holds them | (n - 1) (K + V) | (n - 1) (K + V) + (n - 1) (dK + dV) |
+
+Of heads that are repeated for groups of queries one of each group travels: the graph tells which are equal.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ import torch
 
 from megalith.core import composites
 from megalith.core.localize import Emit
-from megalith.sharding.graph import Ref
-from megalith.sharding.layout import Range
+from megalith.sharding.graph import Graph, Node, Ref, refs
+from megalith.sharding.layout import Layout, Range
 
 __all__ = ["EXPAND", "Part", "parts"]
 
 aten = torch.ops.aten
-_SEQUENCE = 2  # the dim of `b h s d`
+_HEADS, _SEQUENCE = 1, 2  # dims of `b h s d`
 
 
 # --- who sees whom -------------------------------------------------------------------------------------
@@ -114,6 +116,7 @@ class _Ring:
         self.layouts = tuple(version.layout for version in e.run.operands[keys : keys + 2])
         self.peers = self.layouts[0].mesh.peers(e.rank, self.axes)
         self.n, self.place = len(self.peers), self.peers.index(e.rank)
+        self.repeats = _repeats(e, keys, self.layouts) if self.n > 1 else 1
 
     def owner(self, step: int) -> int:
         """The rank whose block is here at a step."""
@@ -125,7 +128,7 @@ class _Ring:
 
     def blocks(self, keys: Ref, values: Ref) -> Iterator[tuple[Ref, Ref]]:
         """Keys and values of each rank in turn, this one's first; the next are under way while a block is worked on."""
-        flat = self.pack(keys, values) if self.n > 1 else None
+        flat = self.pack(self.once(keys), self.once(values)) if self.n > 1 else None
         for step in range(self.n):
             arriving = None
             if flat is not None and step + 1 < self.n:
@@ -133,11 +136,16 @@ class _Ring:
             yield keys, values
             if arriving is not None:
                 flat = arriving()
-                keys, values = self.unpack(flat, step + 1)
+                keys, values = map(self.repeated, self.unpack(flat, step + 1))
+
+    def shapes(self, rank: int) -> list[tuple[int, ...]]:
+        """The local shapes of keys and values as they travel."""
+        whole = [layout.local_shape(rank) for layout in self.layouts]
+        return [(b, h // self.repeats, s, d) for b, h, s, d in whole]
 
     def hand_on(self, flat: Ref, step: int, what: str) -> Callable[[], Ref]:
         """Gives what belongs to this step's block to the next rank; the result awaits what the one before gives."""
-        sizes = {rank: sum(math.prod(layout.local_shape(rank)) for layout in self.layouts) for rank in self.peers}
+        sizes = {rank: sum(map(math.prod, self.shapes(rank))) for rank in self.peers}
         send, receive = [0] * self.n, [0] * self.n
         send[(self.place + 1) % self.n] = sizes[self.owner(step)]
         receive[(self.place - 1) % self.n] = sizes[self.owner(step + 1)]
@@ -155,12 +163,85 @@ class _Ring:
     def unpack(self, flat: Ref, step: int) -> tuple[Ref, Ref]:
         """The two tensors that belong to a step's block."""
         found, start = [], 0
-        for layout in self.layouts:
-            shape = layout.local_shape(self.owner(step))
+        for shape in self.shapes(self.owner(step)):
             piece = self.e.emit(aten.slice.Tensor, flat, 0, start, start + math.prod(shape))
             found.append(self.e.emit(aten.reshape.default, piece, list(shape)))
             start += math.prod(shape)
         return found[0], found[1]
+
+    # Between the heads that a rank computes with and those that travel: `b (g r) s d` and `b g s d`.
+
+    def once(self, x: Ref) -> Ref:
+        """One head of each group."""
+        h = self.e.shape(x)[_HEADS]
+        return x if self.repeats == 1 else self.e.emit(aten.slice.Tensor, x, _HEADS, 0, h, self.repeats)
+
+    def repeated(self, x: Ref) -> Ref:
+        """Each head for its whole group."""
+        return x if self.repeats == 1 else self.e.emit(aten.repeat_interleave.self_int, x, self.repeats, _HEADS)
+
+    def summed(self, x: Ref) -> Ref:
+        """The sum over each group."""
+        b, h, s, d = self.e.shape(x)
+        groups = [b, h // self.repeats, self.repeats, s, d]
+        if self.repeats == 1:
+            return x
+        return self.e.emit(aten.sum.dim_IntList, self.e.emit(aten.reshape.default, x, groups), [2])
+
+    def spread(self, x: Ref) -> Ref:
+        """What has these sums over its groups: the first head of each has it, the others zeros."""
+        b, g, s, d = self.e.shape(x)
+        h = g * self.repeats
+        if self.repeats == 1:
+            return x
+        return self.e.emit(aten.slice_backward.default, x, [b, h, s, d], _HEADS, 0, h, self.repeats)
+
+
+# --- equal heads ----------------------------------------------------------------------------------------
+
+
+def _repeats(e: Emit, keys: int, layouts: Sequence[Layout]) -> int:
+    """How many heads of keys, and of values, in a row are equal, and of their gradients only summed; 1 for none."""
+    node, graph = e.run.node, e.graph
+    found = {_repeated(graph, ref.id) for ref in node.operands[keys : keys + 2]}
+    n = found.pop()
+    edges = [edge for layout in layouts for piece in layout.ranges(e.rank)[_HEADS] for edge in piece]
+    gradients = node.outputs[1:] if node.name == "megalith.sdpa_backward.default" else ()
+    told = not found and all(edge % n == 0 for edge in edges)
+    return n if told and all(_only_summed(graph, value, n) for value in gradients) else 1
+
+
+def _maker(graph: Graph, value: int, name: str) -> Node | None:
+    """The node that makes a value, if it is of this name."""
+    position = graph.producers.get(value)
+    node = None if position is None else graph.nodes[position]
+    return node if node is not None and node.name == name else None
+
+
+def _repeated(graph: Graph, value: int) -> int:
+    """The r of a value that is made by `b g 1 s d -> b g r s d -> b (g r) s d`; 1 of any other."""
+    joined = _maker(graph, value, "aten.reshape.default")
+    spread = None if joined is None else _maker(graph, joined.args[0].id, "aten.expand.default")
+    if spread is None:
+        return 1
+    before, after = graph.types[spread.args[0].id].shape, graph.types[spread.outputs[0]].shape
+    b, h, s, d = graph.types[value].shape
+    same = len(after) == 5 and before == (*after[:2], 1, *after[3:])
+    return after[2] if same and after == (b, h // after[2], after[2], s, d) else 1
+
+
+def _only_summed(graph: Graph, value: int, n: int) -> bool:
+    """Whether all that is done with a value is to sum it over groups of n heads."""
+    b, h, s, d = graph.types[value].shape
+    grouped = [graph.nodes[position] for position in graph.users.get(value, ())]
+    sums = [graph.nodes[position] for node in grouped for position in graph.users.get(node.outputs[0], ())]
+    seen = {value, *(node.outputs[0] for node in grouped)}
+    return (
+        not seen & {ref.id for ref in refs(graph.outputs)}
+        and all(node.name == "aten.reshape.default" for node in grouped)
+        and all(graph.types[node.outputs[0]].shape == (b, h // n, n, s, d) for node in grouped)
+        and all(node.name == "aten.sum.dim_IntList" and list(node.args[1]) == [2] for node in sums)
+    )
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -213,15 +294,15 @@ def _sdpa_backward(e: Emit) -> tuple[Ref, ...] | None:
             home = dk or _zeros(e, k), dv or _zeros(e, v)
             continue
         met = arriving() if arriving is not None else None
-        mine = ring.pack(dk, dv) if dk is not None and dv is not None else None
+        mine = ring.pack(ring.summed(dk), ring.summed(dv)) if dk is not None and dv is not None else None
         if mine is None and met is None:
-            mine = ring.pack(_zeros(e, keys), _zeros(e, values))
+            mine = ring.pack(*(ring.summed(_zeros(e, x)) for x in (keys, values)))
         both = _plus(e, met, mine) if mine is not None else met
         assert both is not None
         arriving = ring.hand_on(both, step, "gradients of keys and values, on their way home")
     assert home is not None
     if arriving is not None:
-        met_k, met_v = ring.unpack(arriving(), ring.n)
+        met_k, met_v = map(ring.spread, ring.unpack(arriving(), ring.n))
         home = _plus(e, home[0], met_k), _plus(e, home[1], met_v)
     return dq or _zeros(e, q), *home
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalith.sharding.layout import Digit, Dim
+from megalith.sharding.rule import Rule
+from megalith.sharding.versions import Version
 
-__all__ = ["Claim", "contiguous", "extend", "grant", "propose"]
+__all__ = ["Claim", "carried_sums", "contiguous", "extend", "grant", "propose", "ring_of"]
 
 
 def _common(a: tuple[Digit, ...], b: tuple[Digit, ...]) -> tuple[Digit, ...]:
@@ -123,3 +126,28 @@ def extend(dim: Dim, held: list[tuple[Dim, bool, int]], taken: set[str]) -> Dim:
                 taken.update(added)
                 return other
     return dim
+
+
+def carried_sums(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
+    """The partial sums that pass through an op: those that all its linear operands have alike."""
+    if not rule.linear or max(rule.linear) >= len(versions):
+        return {}
+    partials = {versions[i].layout.partial for i in rule.linear}
+    if len(partials) != 1:
+        return {}
+    (partial,) = partials
+    others = {a for i, v in enumerate(versions) if i not in rule.linear for a in v.layout.axes}
+    if any(op != "sum" and len(rule.linear) > 1 for _, op in partial) or others & {a for a, _ in partial}:
+        return {}
+    if any(op != "sum" for _, op in partial) and rule.reduce == "sum":
+        return {}
+    return dict(partial)
+
+
+def ring_of(rule: Rule, versions: tuple[Version, ...]) -> dict[str, Dim]:
+    """The factors whose blocks are passed around: those of the rule's ring, where all its dims are sharded alike."""
+    held = {versions[i].layout.dims[d] for i, d in rule.ring}
+    if len(held) != 1 or not (dim := held.pop()).axes:
+        return {}
+    factors = [rule.operands[i][d] for i, d in rule.ring]
+    return {factor: dim for factor in factors if factor is not None}

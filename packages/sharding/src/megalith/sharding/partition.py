@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalith.sharding import markers
-from megalith.sharding.claims import Claim, contiguous, extend, grant, propose
+from megalith.sharding.claims import Claim, carried_sums, contiguous, extend, grant, propose, ring_of
 from megalith.sharding.graph import Call, Graph, Local, Node, Origin, Ref, TensorType
 from megalith.sharding.layout import Dim, Layout, replicated
 from megalith.sharding.mesh import Mesh
@@ -329,10 +329,10 @@ class _State:
         out_types = tuple(self.types[o] for o in node.outputs if o >= 0)
         rule = rule_of(node, types, out_types)
         versions = tuple(self.current(r.id, node.origin) for r in operands)
-        carried = _carried(rule, versions)
+        carried = carried_sums(rule, versions)
         held = tuple(v.layout.dims[rule.at] for v in versions) if rule.recut is not None else ()
         recut = rule.recut(held) if rule.recut is not None and any(dim.axes for dim in held) else None
-        ring = _ring(rule, versions)
+        ring = ring_of(rule, versions)
         passed = tuple(dict.fromkeys(axis for dim in ring.values() for axis in dim.axes))
         taken = {*carried, *(recut.axes if recut is not None else ()), *passed}
         dims = self._assign(node, rule, operands, versions, taken) | ring
@@ -495,31 +495,6 @@ def _before_view(node: Node, layout: Layout, shape: tuple[int, ...]) -> Layout |
     needed, before = regroup(layout, shape)
     same = needed == layout and regroup(before, layout.shape) == (before, layout)
     return before if same else None
-
-
-def _carried(rule: Rule, versions: tuple[Version, ...]) -> Mapping[str, str]:
-    """The partial sums that pass through an op: those that all its linear operands have alike."""
-    if not rule.linear or max(rule.linear) >= len(versions):
-        return {}
-    partials = {versions[i].layout.partial for i in rule.linear}
-    if len(partials) != 1:
-        return {}
-    (partial,) = partials
-    others = {a for i, v in enumerate(versions) if i not in rule.linear for a in v.layout.axes}
-    if any(op != "sum" and len(rule.linear) > 1 for _, op in partial) or others & {a for a, _ in partial}:
-        return {}
-    if any(op != "sum" for _, op in partial) and rule.reduce == "sum":
-        return {}
-    return dict(partial)
-
-
-def _ring(rule: Rule, versions: tuple[Version, ...]) -> dict[str, Dim]:
-    """The factors whose blocks are passed around: those of the rule's ring, where all its dims are sharded alike."""
-    held = {versions[i].layout.dims[d] for i, d in rule.ring}
-    if len(held) != 1 or not (dim := held.pop()).axes:
-        return {}
-    factors = [rule.operands[i][d] for i, d in rule.ring]
-    return {factor: dim for factor in factors if factor is not None}
 
 
 def _axes_of(granted: Mapping[str, Dim], factor: str) -> set[str]:
