@@ -20,8 +20,8 @@ MEGATRON = {
 }
 
 
-def megatron(specs, mesh="dp=2 tp=2", n_layers=3):
-    model = Llama(LlamaConfig(vocab=64, dim=32, hidden=48, n_layers=n_layers, n_heads=4, n_kv_heads=2))
+def megatron(specs, mesh="dp=2 tp=2", n_layers=3, hidden=48):
+    model = Llama(LlamaConfig(vocab=64, dim=32, hidden=hidden, n_layers=n_layers, n_heads=4, n_kv_heads=2))
     params = {name: p.detach() for name, p in model.named_parameters()}
     ids = torch.zeros(4, 8, dtype=torch.int64)
 
@@ -86,17 +86,24 @@ def test_a_gradient_may_be_stored_sharded(program):
 
 def test_a_gathered_parameter_may_be_kept_as_used():
     zero = {k: f"{v.replace('(tp ', '(tp dp ')} -> {v}" if k != "[xy]" else v for k, v in MEGATRON.items()}
-    explanation = explain(megatron(zero))
+    explanation = explain(megatron(zero, hidden=4096))  # large enough to travel alone
     row = next(r for r in explanation.rows if r.kind == "all_gather" and "down_proj" in r.cause)
     assert (row.count, row.before, row.after) == (3, "o (tp dp i)", "o (tp i)")
     assert row.module == "params.model.layers.*.mlp.down_proj.weight"
-    shard_bytes = 32 * 12 * 4
+    shard_bytes = 32 * 1024 * 4
     assert row.bytes == row.alternative_memory == 3 * shard_bytes
     assert row.alternative == 'stored as used, "o (tp i)": no gather'
     assert row.alternative_bytes == 0
     scattered = next(r for r in explanation.rows if r.kind == "reduce_scatter" and r.after == "o (tp dp i)")
     assert scattered.alternative == "whole over dp: all_reduce"
     assert scattered.alternative_bytes == 2 * scattered.bytes
+
+
+def test_what_travels_together_names_all_that_asked_for_it():
+    zero = {k: f"{v.replace('(tp ', '(tp dp ')} -> {v}" if k != "[xy]" else v for k, v in MEGATRON.items()}
+    causes = [r.cause for r in explain(megatron(zero), detail="all").rows if r.kind == "all_gather"]
+    assert all("small ones together" in cause for cause in causes)
+    assert all(any(repr(key) in cause for cause in causes) for key in zero if key != "[xy]")
 
 
 def test_a_gathered_activation_may_change_its_dim():

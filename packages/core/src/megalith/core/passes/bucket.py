@@ -138,7 +138,7 @@ def _joined(
             pending=pending,
             bytes_received=sum(launch.bytes_received for launch in group),
             may_overwrite=True,
-            cause=f"{len(group)} small ones together, the largest: {first.cause}",
+            cause=f"{len(group)} small ones together: {'; '.join(dict.fromkeys(launch.cause for launch in group))}",
         )
     )
     after: list[Instruction] = [Wait(pending, result, origin)]
