@@ -328,12 +328,13 @@ def scheduled(
     """A rank's program after all passes: what can wait waits, memory is reused, collectives overlap or are joined.
 
     Ranks have to launch in one order. Where shards are not `even` some ranks have other ops than others, for empty
-    shards: what could wait is left where it is, and operands are gathered whole. Where nothing is to be `overlapped`,
-    each collective is awaited at once; the rest is the same, so that results are too, to the bit.
+    shards: what could wait is left where it is, each collective travels alone, and operands are gathered whole. Where
+    nothing is to be `overlapped`, each collective is awaited at once; the rest is the same, so that results are too, to
+    the bit.
     """
     program = panels(merge(program), n_panels if even else 1)
-    program = bucket(overlap(inplace(delay(accumulate(program)) if even else program, donated)))
-    program = bounded(prefetch(arrival(program)) if even else program)
+    program = overlap(inplace(delay(accumulate(program)) if even else program, donated), early=even)
+    program = bounded(prefetch(arrival(bucket(program))) if even else program)
     return program if overlapped else blocking(program)
 
 

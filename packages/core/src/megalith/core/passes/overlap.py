@@ -18,8 +18,14 @@ from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, W
 __all__ = ["overlap"]
 
 
-def overlap(program: Program) -> Program:
-    """The program with reductions launched early and waits late."""
+def overlap(program: Program, early: bool = True) -> Program:
+    """The program with reductions launched early and waits late.
+
+    Args:
+        program: a rank's program.
+        early: whether reductions may overtake other launches. Ranks with other ops, for empty shards, would have other
+            orders then.
+    """
     instructions = program.instructions
     producer = {slot: i for i, instruction in enumerate(instructions) for slot in writes(instruction)}
     users: dict[int, list[int]] = {}
@@ -30,7 +36,7 @@ def overlap(program: Program) -> Program:
         users.setdefault(wait.output, []).append(i)
     keys = [(i, 0, i) for i in range(len(instructions))]
     for i, instruction in enumerate(instructions):
-        if isinstance(instruction, Launch) and instruction.kind in SUMS:
+        if early and isinstance(instruction, Launch) and instruction.kind in SUMS:
             _launch_early(i, instructions, producer, users, keys)
     for i in reversed(range(len(instructions))):
         if isinstance(instructions[i], Wait):
