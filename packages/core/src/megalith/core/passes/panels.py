@@ -36,6 +36,16 @@ def panels(program: Program, n: int) -> Program:
 
     Raises:
         ValueError: no panel.
+
+    >>> from megalith.core import shard
+    >>> from megalith.sharding import Mesh
+    >>> specs = {"x": "(row b) (col e)", "w": "(row e) (col f)"}
+    >>> args = torch.empty(8192, 32768, device="meta"), torch.empty(32768, 8192, device="meta")
+    >>> for n in (1, 32):
+    ...     step = shard(lambda x, w: x @ w, Mesh("row=2 col=2"), specs, backend="count", panels=n)
+    ...     print(step.program(*args).bytes_received >> 20, step.memory(*args).peak >> 20)  # MiB
+    512 2048
+    512 664
     """
     if n < 1:
         raise ValueError(f"panels={n}: a product has at least one panel; write 1 to gather operands whole")
