@@ -98,7 +98,7 @@ def test_a_ring_gives_the_attention_and_the_gradients_of_one_device(what, cut, m
     assert {c.kind for c in program.collectives} == {"exchange", "all_reduce"}  # that of the loss
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_any_shape_is_exact(data):
     n = data.draw(st.integers(2, 4))
@@ -333,9 +333,16 @@ def test_a_cross_attention_gathers_its_keys_and_values():
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["sp=4", "dp=2 sp=2", "tp=2 sp=2"])
+QUICK = {("our_llama_gqa", "sp=4"), ("llama", "dp=2 sp=2"), ("our_llama_gqa", "tp=2 sp=2")}
+MODELS = [
+    pytest.param(model, mesh, marks=() if (model, mesh) in QUICK else pytest.mark.slow, id=f"{model}-{mesh}")
+    for model in ("our_llama_gqa", "llama")
+    for mesh in ("sp=4", "dp=2 sp=2", "tp=2 sp=2")
+]
+
+
+@pytest.mark.parametrize(("model", "mesh"), MODELS)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("model", ["our_llama_gqa", "llama"])
 def test_loss_and_gradients_of_a_llama_are_those_of_one_device(model, kind, mesh):
     case = CASES[model]
     fn, params = functional(case.build())
