@@ -256,7 +256,6 @@ def test_a_llama_is_exact_tied_or_not(tied):
     assert not [c for c in program.collectives if c.kind == "all_gather"]
 
 
-
 # --- memory --------------------------------------------------------------------------------------------
 
 
