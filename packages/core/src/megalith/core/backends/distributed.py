@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
-import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-from megalith.core.backends.direct import COMBINE, Swap, direct_gather, direct_reduce_scatter, is_direct, sums_directly
+from megalith.core.backends.board import (
+    Board,
+    CollectiveError,
+    CollectiveTimeout,
+    DigestMismatch,
+    Named,
+    PeerLost,
+    listed,
+)
+from megalith.core.backends.carry import Finish, Start, carried_out
 from megalith.core.codegen import Run, compile_program
-from megalith.core.program import Launch, Program, signature
+from megalith.core.program import Program
 from megalith.sharding.mesh import Mesh, MeshError
 
 __all__ = ["CollectiveError", "CollectiveTimeout", "DigestMismatch", "Distributed", "PeerLost"]
 
 Tensor = torch.Tensor
-Start = Callable[..., Any]
-Finish = Callable[[Any], Tensor]
-
-SWAP_BYTES = 256 << 10  # up to which two ranks do an all-reduce in one message each
-LOOK_SECONDS = 1.0  # how often a rank that waits looks whether another has failed
-
-
-class CollectiveError(RuntimeError):
-    """A collective that did not come about."""
-
-
-class CollectiveTimeout(CollectiveError):
-    """A rank of the group did not come to the collective within the deadline."""
-
-
-class PeerLost(CollectiveError):
-    """A rank has failed, or its process or its connection is gone."""
-
-
-class DigestMismatch(CollectiveError):
-    """Ranks whose programs have other collectives."""
 
 
 class Distributed:
@@ -80,7 +61,7 @@ class Distributed:
             )
         self.mesh, self.timeout, self.rank = mesh, timeout, dist.get_rank()
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(n)): dist.group.WORLD}
-        self._board = _Board(self.rank, n, timeout)
+        self._board = Board(self.rank, n, timeout)
         self._runs: dict[int, Run] = {}
 
     def compile(self, program: Program) -> Run:
@@ -140,7 +121,7 @@ class Distributed:
         group = self._group(launch.peers)  # even for nothing: other groups along these axes may have something
         if launch.kind != "exchange" and math.prod(sent.shape) == 0:  # the same on all of the group
             return lambda x: x, lambda x: x.new_empty(shape)
-        what = _What(launch, number, len(program.collectives))
+        what = Named(launch, number, len(program.collectives))
         board, timeout = self._board, timedelta(seconds=self.timeout)
 
         def finish(work: Any, on_gpu: bool) -> None:
@@ -149,8 +130,7 @@ class Distributed:
             else:
                 board.wait(work, what)
 
-        make = _reduction if launch.kind in ("all_reduce", "reduce_scatter") else _movement
-        return make(launch, group, timeout, sent.dtype, shape, finish)
+        return carried_out(launch, group, timeout, sent.dtype, shape, finish)
 
     def _group(self, peers: tuple[int, ...]) -> Any:
         """The process group of these ranks. All ranks make theirs in the order of the program, agreed on before."""
@@ -162,7 +142,7 @@ class Distributed:
                 )
             except RuntimeError as error:
                 failures = self._board.failures()
-                raise PeerLost(f"no group of ranks {_listed(peers)} could be made: {error}{failures}") from error
+                raise PeerLost(f"no group of ranks {listed(peers)} could be made: {error}{failures}") from error
         return self._groups[peers]
 
 
@@ -176,385 +156,3 @@ def _check(inputs: Sequence[Tensor], names: Sequence[str], expected: Sequence[tu
                 f"{names[i]}: the program expects the local shard, {dtype} of shape {tuple(shape)}, "
                 f"and was given {x.dtype} of shape {tuple(x.shape)}"
             )
-
-
-@dataclass(frozen=True)
-class _What:
-    """A collective, as errors name it."""
-
-    launch: Launch
-    number: int
-    n: int
-
-    def __str__(self) -> str:
-        launch = self.launch
-        kind = f"{launch.kind} {launch.op}".strip()
-        return f"{kind} over {' '.join(launch.axes)} (collective {self.number} of {self.n}: {_where(launch)})"
-
-
-def _where(launch: Launch) -> str:
-    origin = launch.origin
-    said = [f"in {origin.module or 'the function itself'}", origin.phase, origin.source and f"at {origin.source}"]
-    return ", ".join(s for s in (*said, launch.cause and f"because: {launch.cause}") if s)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-# --- one collective each -------------------------------------------------------------------------------
-#
-# The methods of a group are called, not torch.distributed's functions, since only these take a deadline for one
-# operation: without it gloo goes on by itself for half an hour, and so does the process that wants to end.
-
-
-def _method(group: Any, name: str, old: str) -> Any:
-    return getattr(group, name, None) or getattr(group, old)  # torch 2.13, and before
-
-
-def _options(kind: Any, timeout: timedelta) -> Any:
-    options = kind()
-    options.timeout = timeout
-    options.asyncOp = True
-    return options
-
-
-_CARRIED = {
-    torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64
-}  # fmt: skip
-
-
-def _movement(
-    launch: Launch,
-    group: Any,
-    timeout: timedelta,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    finish: Callable[[Any, bool], None],
-) -> tuple[Start, Finish]:
-    """An all-gather, an all-to-all or an exchange: flat buffers, as bytes where the dtype is not a common one."""
-    carried = dtype if dtype in _CARRIED else torch.uint8
-    scale = dtype.itemsize // carried.itemsize
-    n = math.prod(shape) * scale
-    if launch.sizes is not None:
-        return _sized_exchange(group, timeout, shape, finish)
-    swap = _swap(group, timeout)
-
-    def arrived(pending: tuple[Any, Tensor]) -> Tensor:
-        work, out = pending
-        finish(work, out.is_cuda)
-        return out
-
-    send: Callable[[Tensor], Any]
-    arrive: Callable[[Any], Tensor] = arrived
-    if launch.kind != "all_gather":
-        receives, sends = [r * scale for r in launch.receive], [s * scale for s in launch.send]
-
-        def send(flat: Tensor) -> Any:
-            out = torch.empty(n, dtype=carried, device=flat.device)
-            return swap(out, flat, receives, sends), out
-
-    elif group.name() == "gloo" and is_direct(group.size(), n * carried.itemsize // group.size()):
-        send, arrive = direct_gather(swap, group.rank(), group.size(), lambda work: finish(work, False))
-    else:
-        gather = _method(group, "all_gather_single", "_allgather_base")
-        options = _options(c10d.AllgatherOptions, timeout)
-
-        def send(flat: Tensor) -> Any:
-            out = torch.empty(n, dtype=carried, device=flat.device)
-            return gather(out, flat, options), out
-
-    def start(x: Tensor) -> Any:
-        flat = x.contiguous().view(-1)
-        if carried is not dtype:
-            if flat.stride(0) != 1:  # of a single element any stride counts as contiguous, but not to view it as bytes
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            flat = flat.view(carried)
-        return send(flat)
-
-    def wait(pending: Any) -> Tensor:
-        return arrive(pending).view(dtype).view(shape)
-
-    return start, wait
-
-
-def _swap(group: Any, timeout: timedelta) -> Swap:
-    swap, options = _method(group, "all_to_all_single", "alltoall_base"), _options(c10d.AllToAllOptions, timeout)
-    return lambda out, sent, receives, sends: swap(out, sent, receives, sends, options)
-
-
-def _sized_exchange(
-    group: Any, timeout: timedelta, shape: torch.Size, finish: Callable[[Any, bool], None]
-) -> tuple[Start, Finish]:
-    """An exchange of as many rows as counts say when it starts."""
-    swap = _swap(group, timeout)
-    row = math.prod(shape[1:])
-
-    def start(x: Tensor, sent: Tensor, received: Tensor) -> tuple[Any, Tensor]:
-        sends, receives = ((counts.sum(1) * row).tolist() for counts in (sent, received))
-        out = x.new_empty(sum(receives))
-        return swap(out, x.contiguous().view(-1), receives, sends), out
-
-    def wait(pending: tuple[Any, Tensor]) -> Tensor:
-        work, out = pending
-        finish(work, out.is_cuda)
-        return out.view(-1, *shape[1:])
-
-    return start, wait
-
-
-_CODES = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-
-
-def _reduction(
-    launch: Launch,
-    group: Any,
-    timeout: timedelta,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    finish: Callable[[Any, bool], None],
-) -> tuple[Start, Finish]:
-    """An all-reduce or a reduce-scatter; in a wider dtype where the transport has not this one."""
-    op = launch.op
-    if dtype is torch.bool:
-        carried, op = torch.uint8, "min" if op == "min" else "max"  # or, or and
-    else:
-        carried = dtype if dtype in _CARRIED or dtype.is_complex else _WIDER.get(dtype, torch.float32)
-    if launch.kind == "reduce_scatter":
-        return _reduce_scatter(op, group, timeout, dtype, carried, shape, finish)
-    small = math.prod(shape) * dtype.itemsize <= SWAP_BYTES
-    if small and len(launch.peers) == 2 and carried is dtype and not dtype.is_complex and group.name() == "gloo":
-        return _swapped_reduction(op, group, timeout, finish)
-    options = _options(c10d.AllreduceOptions, timeout)
-    options.reduceOp = _CODES[op]
-    overwrite = launch.may_overwrite
-    contiguous = torch.contiguous_format
-
-    def start(x: Tensor) -> tuple[Any, Tensor]:
-        if carried is not dtype:
-            x = x.to(carried, memory_format=contiguous)
-        elif not (overwrite and x.is_contiguous()):
-            x = x.clone(memory_format=contiguous)
-        return group.allreduce([torch.view_as_real(x) if x.is_complex() else x], options), x
-
-    def wait(pending: tuple[Any, Tensor]) -> Tensor:
-        work, out = pending
-        finish(work, out.is_cuda)
-        return out if carried is dtype else out.to(dtype)
-
-    return start, wait
-
-
-def _swapped_reduction(
-    op: str, group: Any, timeout: timedelta, finish: Callable[[Any, bool], None]
-) -> tuple[Start, Finish]:
-    """A small all-reduce of two ranks over gloo: each sends its term to the other, as many bytes in half the steps."""
-    swap = _swap(group, timeout)
-    combine = COMBINE[op]
-    me = group.rank()
-
-    def start(x: Tensor) -> tuple[Any, tuple[Tensor, Tensor]]:
-        flat = x.contiguous().view(-1)
-        out = torch.empty_like(flat)
-        sizes = [0, len(flat)] if me == 0 else [len(flat), 0]
-        return swap(out, flat, sizes, sizes), (flat.view(x.shape), out)
-
-    def wait(pending: tuple[Any, tuple[Tensor, Tensor]]) -> Tensor:
-        work, (mine, theirs) = pending
-        finish(work, False)
-        return combine(mine, theirs.view(mine.shape))
-
-    return start, wait
-
-
-def _reduce_scatter(
-    op: str,
-    group: Any,
-    timeout: timedelta,
-    dtype: torch.dtype,
-    carried: torch.dtype,
-    shape: torch.Size,
-    finish: Callable[[Any, bool], None],
-) -> tuple[Start, Finish]:
-    """On the CPU as an all-to-all and a local sum: gloo's own sends twice the bytes. Elsewhere the backend's own."""
-    swap = _swap(group, timeout)
-    scatter = _method(group, "reduce_scatter_single", "_reduce_scatter_base")
-    scatter_options = _options(c10d.ReduceScatterOptions, timeout)
-    scatter_options.reduceOp = _CODES[op]
-    n = group.size()
-    direct = group.name() == "gloo" and sums_directly(n, math.prod(shape) * carried.itemsize, carried)
-    first, combined = direct_reduce_scatter(op, swap, group.rank(), n, lambda work: finish(work, False))
-
-    def start(x: Tensor) -> Any:
-        x = x.contiguous() if carried is dtype else x.to(carried, memory_format=torch.contiguous_format)
-        if x.is_complex():
-            x = torch.view_as_real(x)
-        flat = x.view(-1)
-        if direct:
-            return first(flat.view(n, -1))
-        if flat.device.type == "cpu":
-            out = torch.empty_like(flat)
-            return swap(out, flat, [], []), out
-        out = flat.new_empty(flat.numel() // n)
-        return scatter(out, flat, scatter_options), out
-
-    def wait(pending: Any) -> Tensor:
-        if direct:
-            out = combined(pending)
-        else:
-            work, out = pending
-            finish(work, out.is_cuda)
-        if not direct and out.device.type == "cpu":
-            terms = out.view(n, -1)
-            out = terms.sum(0, dtype=out.dtype) if op == "sum" else terms.amax(0) if op == "max" else terms.amin(0)
-        if dtype.is_complex:
-            out = torch.view_as_complex(out.view(-1, 2))
-        return out.view(shape) if carried is dtype else out.to(dtype).view(shape)
-
-    return start, wait
-
-
-# --- what ranks tell each other beside the collectives ---------------------------------------------------
-
-
-class _Board:
-    """A notice board of all ranks, in the store of the process group: digests before a run, and failures."""
-
-    def __init__(self, rank: int, n: int, timeout: float) -> None:
-        self.rank, self.n, self.timeout = rank, n, timeout
-        store = c10d._get_default_store()
-        # Which of this rank's boards it is: the store counts, since a process may outlive its store.
-        number = store.add(f"megalith/boards/{rank}", 1)
-        self.store = dist.PrefixStore(f"megalith/{number}", store)
-        self.n_agreed = 0
-        self.turn = 0
-
-    @contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Lets the other ranks know of an exception within.
-
-        All ranks come here equally often. A report counts for those that are no further: an exception that is the same
-        everywhere, and put right, is no failure.
-        """
-        self.turn += 1
-        try:
-            yield
-        except BaseException as error:
-            lines = str(error).strip().splitlines()
-            with suppress(RuntimeError):  # the store may be what has failed
-                note = f"{type(error).__name__}: {lines[0] if lines else ''}"
-                self.store.set(f"failed/{self.rank}", f"{self.turn} {note}")
-                self.store.add("failures", 1)
-            raise
-
-    def failures(self) -> str:
-        """What other ranks have reported, as the rest of a message."""
-        try:
-            if not self.store.add("failures", 0):
-                return ""
-            others = [r for r in range(self.n) if r != self.rank and self.store.check([f"failed/{r}"])]
-            notes = {r: self.store.get(f"failed/{r}").decode().split(" ", 1) for r in others}
-            current = {r: note for r, (turn, note) in notes.items() if int(turn) >= self.turn}
-            return "".join(f"\n  rank {r} failed: {note}" for r, note in current.items())
-        except RuntimeError:
-            return "\n  the store of the process group does not answer: has the process that holds it ended?"
-
-    def wait(self, work: Any, what: _What) -> None:
-        """Wait for a collective."""
-        began = time.monotonic()
-        while True:
-            try:
-                work.wait(timedelta(seconds=min(LOOK_SECONDS, self.timeout)))
-                return
-            except RuntimeError as error:
-                seconds, text = time.monotonic() - began, str(error)
-                completed = work.is_completed()
-                if completed and "timed out" not in text.lower():
-                    raise self.error(PeerLost, what, f"a peer is gone after {seconds:.1f} s", text) from error
-                if completed or seconds >= self.timeout:
-                    waited = f"not every rank came to it within {self.timeout:g} s"
-                    raise self.error(CollectiveTimeout, what, waited, "") from error
-                if failures := self.failures():
-                    raise self.error(PeerLost, what, "another rank has failed", "", failures) from error
-
-    def error(
-        self, kind: type[CollectiveError], what: _What, said: str, text: str, failures: str | None = None
-    ) -> CollectiveError:
-        lines = [
-            f"rank {self.rank}: {said}: {what}",
-            f"  its group is ranks {_listed(what.launch.peers)}",
-        ]
-        if text:
-            lines.append(f"  {text.strip().splitlines()[0]}")
-        return kind("\n".join(lines) + (self.failures() if failures is None else failures))
-
-    # --- the handshake ---
-
-    def agree(self, program: Program) -> None:
-        """Returns when every rank has come here with the same collectives; else raises, on every rank.
-
-        Each rank writes and reads a few keys, however many ranks there are; lists are exchanged on a mismatch only.
-        """
-        key, self.n_agreed = f"program{self.n_agreed}", self.n_agreed + 1
-        digest = f"{program.mesh.pattern}; {program.digest}"
-        store = self.store
-        store.set(f"{key}/{self.rank}", digest)
-        if store.compare_set(f"{key}/first", "", digest).decode() != digest:
-            store.add(f"{key}/differ", 1)
-        if store.add(f"{key}/arrived", 1) == self.n:
-            store.set(f"{key}/go", "go")
-        self.wait_for(f"{key}/go", key)
-        if store.add(f"{key}/differ", 0):
-            self.explain_mismatch(key, program)
-
-    def wait_for(self, wanted: str, key: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self.store.wait([wanted], timedelta(seconds=max(min(LOOK_SECONDS, left), 0.001)))
-                return
-            except RuntimeError as error:
-                failures = self.failures()
-                if not failures and left > 0:
-                    continue
-                here = [r for r in range(self.n) if not failures and self.store.check([f"{key}/{r}"])]
-                missing = [r for r in range(self.n) if r not in here]
-                said = (
-                    "another rank has failed"
-                    if failures
-                    else f"rank {_listed(missing)} has not come to it within {self.timeout:g} s"
-                )
-                raise (PeerLost if failures else CollectiveTimeout)(
-                    f"rank {self.rank}: the ranks compare their programs before the first run, and {said}{failures}"
-                ) from error
-
-    def explain_mismatch(self, key: str, program: Program) -> None:
-        """Raises `DigestMismatch`, which names the first collective that differs and who has what."""
-        mine = [[signature(c, program.types[c.buffer].dtype), _where(c)] for c in program.collectives]
-        self.store.set(f"{key}/list/{self.rank}", base64.b85encode(zlib.compress(json.dumps(mine).encode())).decode())
-        ranks: dict[str, list[int]] = {}
-        for r in range(self.n):
-            ranks.setdefault(self.store.get(f"{key}/{r}").decode(), []).append(r)
-        lists = {}
-        for digest, group in ranks.items():
-            self.wait_for(f"{key}/list/{group[0]}", key)
-            lists[digest] = json.loads(zlib.decompress(base64.b85decode(self.store.get(f"{key}/list/{group[0]}"))))
-        raise DigestMismatch(_mismatch(ranks, lists))
-
-
-def _mismatch(ranks: dict[str, list[int]], lists: dict[str, list[list[str]]]) -> str:
-    meshes = {digest.split(";")[0] for digest in ranks}
-    if len(meshes) > 1:
-        found = [f"  rank {_listed(group)}: Mesh({digest.split(';')[0]!r})" for digest, group in ranks.items()]
-        return "\n".join(["ranks run on different meshes:", *found])
-    longest = max(map(len, lists.values()))
-    at = next(i for i in range(longest) if len({s[i][0] if i < len(s) else "" for s in lists.values()}) > 1)
-    lines = [f"ranks have different programs; collective {at} is the first that differs:"]
-    for digest, group in ranks.items():
-        sequence = lists[digest]
-        has = "; ".join(sequence[at]) if at < len(sequence) else f"none, its program ends after {len(sequence)}"
-        lines.append(f"  rank {_listed(group)}: {has}")
-    lines.append("every rank has to trace the same function, with the same global shapes, mesh and specs")
-    return "\n".join(lines)
