@@ -296,3 +296,10 @@ def test_each_leaf_of_a_printed_table_resolves_to_its_own_layout(params, inputs)
         if name.startswith("params."):
             got = found.grad or found.state
             assert (got.layout if got else stored) == grad, (name, str(table))
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_a_mask_of_keys_stays_whole(kind):
+    inputs = {"input_ids": (4, 16), "attention_mask": (4, 16)}
+    table = specs_for({}, inputs, sequence_parallel("sp", kind))
+    assert "sp" in table["input_ids"] and "sp" not in table["attention_mask"]

@@ -22,7 +22,7 @@ def sequence_parallel(axis: str, kind: str = "megatron", at: str | None = None) 
       rank. Ranks hold two chunks each, from both ends (Brandon et al., arXiv:2311.09431), so that causal work is even.
 
     A sequence is the second dim of an input of shape `batch seq` or `batch seq embed`, as long as in the first such
-    input.
+    input. A mask of keys (its name ends with `mask`) stays whole: all queries read it, and it is small.
 
     Args:
         axis: the mesh axis.
@@ -88,7 +88,7 @@ def _along(specs: Specs, axis: str, cut: Callable[[str], str]) -> Specs:
     length = next(iter(sequences.values()))
 
     def split(name: str, leaf: Leaf) -> Leaf:
-        if sequences.get(name) != length:
+        if sequences.get(name) != length or name.endswith("mask"):
             return leaf
         *before, rest = leaf.used[1].strip("()").split()
         return replace(leaf, used=(leaf.used[0], f"({cut(' '.join(before))} {rest})", *leaf.used[2:]))
