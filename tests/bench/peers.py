@@ -529,6 +529,10 @@ def benchmark(name: str, doc: str | None, cases: Mapping[str, Case], judge: Judg
     for model, dtype, world_size in runs:
         if dtype == "bfloat16" and world_size > min(arguments.worlds):
             continue
+        if dtype == "bfloat16" and model != "tiny" and not torch.cpu._is_avx512_bf16_supported():
+            why = "not run: this processor has no bfloat16 products, and a step takes minutes"
+            table.row(model, dtype, world_size, "all", None, why, *[None] * 6)
+            continue
         rounds = arguments.rounds or CONFIGS[model].rounds
         config = replace(CONFIGS[model], dtype=getattr(torch, dtype), rounds=rounds)
         results = measure(chosen, world_size, config, broken)
