@@ -378,3 +378,17 @@ def test_a_batch_split_too_changes_the_share_only():
     assert not any(WORDS in c.source.shape for c in over_tp)
     shares = sum(p.numel() // (2 if p.ndim == 2 else 1) for p in params.values())
     assert sum(c.bytes_received for c in over_dp) - 8 * shares in range(0, 65)  # and the loss, the count of labels
+
+
+def test_the_derivative_of_a_gradient_through_cross_entropy_is_exact(head):
+    """By plain autograd within the program, as in a penalty on gradients."""
+
+    def penalty(params, labels):
+        weight = params["weight"].detach().requires_grad_()
+        with torch.enable_grad():
+            loss = whole_logits({**params, "weight": weight}, labels)
+            (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+            return torch.autograd.grad(grad.square().sum(), weight)[0]
+
+    for mesh, specs in (MESHES["both"], MESHES["vocabulary"]):
+        close(shard(penalty, Mesh(mesh), specs, backend="virtual").whole(*head), penalty(*head))

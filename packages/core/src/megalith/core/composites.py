@@ -195,14 +195,18 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, target = inputs
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, target, output[1])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, g: Any, g_lse: Any) -> Any:
         logits, target, lse = ctx.saved_tensors
+        p = (logits - lse).exp()
+        if g is None:
+            return p * g_lse, None
         g = g.unsqueeze(-1)
-        return ((logits - lse).exp() * g).scatter_add(-1, target.unsqueeze(-1), -g), None
+        every = g if g_lse is None else g + g_lse  # of the logsumexp itself, where a derivative is differentiated
+        return (p * every).scatter_add(-1, target.unsqueeze(-1), -g), None
 
 
 def _one_reverse_derivative() -> bool:
