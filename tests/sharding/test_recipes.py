@@ -303,3 +303,11 @@ def test_a_mask_of_keys_stays_whole(kind):
     inputs = {"input_ids": (4, 16), "attention_mask": (4, 16)}
     table = specs_for({}, inputs, sequence_parallel("sp", kind))
     assert "sp" in table["input_ids"] and "sp" not in table["attention_mask"]
+
+
+def test_a_gate_is_a_router_only_where_it_gates_no_values():
+    swiglu = {f"h.0.mlp.{name}.weight": (16, 8) for name in ("gate", "up")} | {"h.0.mlp.down.weight": (8, 16)}
+    table = specs_for(swiglu, {}, tensor_parallel("tp"))
+    assert [name for name in swiglu if "tp" not in table.params[name].pattern] == []
+    router = {"h.0.mlp.gate.weight": (4, 8), "h.0.mlp.experts.down_proj": (4, 8, 16)}
+    assert "tp" not in specs_for(router, {}, tensor_parallel("tp")).params["h.0.mlp.gate.weight"].pattern

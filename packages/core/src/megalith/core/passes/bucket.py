@@ -92,7 +92,9 @@ def _groups(program: Program, of_inputs: Collection[int], small: int, limit: int
         if instruction.kind != "all_gather" and not (instruction.kind in SUMS and instruction.op == "sum"):
             continue
         dtype = program.types[instruction.buffer].dtype
-        key = (instruction.kind, instruction.peers, dtype, instruction.pending in of_inputs)
+        # Of inputs, those of the forward and of the backward stay apart: the same are gathered in both.
+        when = instruction.origin.phase if instruction.pending in of_inputs else ""
+        key = (instruction.kind, instruction.peers, dtype, when)
         if sum(map(nbytes, open_groups.get(key, []))) + nbytes(instruction) > limit:
             close(key)
         open_groups.setdefault(key, []).append(instruction)

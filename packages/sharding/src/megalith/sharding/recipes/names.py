@@ -85,7 +85,7 @@ def megatron(shapes: Shapes, heads: Heads | None = None) -> dict[str, Dims]:
     {'h.0.q_proj.weight': ('(tp heads)', 'embed'), 'h.0.o_proj.weight': ('embed', '(tp heads)')}
     """
     known = {name: dims for name in shapes if (dims := _known(name, shapes, heads)) is not None}
-    guessed = inferred({name: shape for name, shape in shapes.items() if not _is_replicated(name)}, known)
+    guessed = inferred({name: shape for name, shape in shapes.items() if not _is_replicated(name, shapes)}, known)
     found = {**known, **guessed}
     return {name: found[name] for name in shapes if name in found}
 
@@ -96,7 +96,7 @@ def unknown(shapes: Shapes) -> list[str]:
     >>> unknown({"h.0.q_proj.weight": (4, 2), "h.0.mystery.weight": (4, 2)})
     ['h.0.mystery.weight']
     """
-    return [name for name in shapes if _known(name, shapes, None) is None and not _is_replicated(name)]
+    return [name for name in shapes if _known(name, shapes, None) is None and not _is_replicated(name, shapes)]
 
 
 def embeddings(shapes: Shapes) -> list[str]:
@@ -115,7 +115,7 @@ def _known(name: str, shapes: Shapes, heads: Heads | None) -> Dims | None:
     path, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         path, kind = name, "weight"
-    if _is_replicated(name):
+    if _is_replicated(name, shapes):
         return None
     found = None
     for row in (*LINEAR, *(CONV1D if is_conv1d(path, shapes) else ())):
@@ -136,8 +136,11 @@ def _matches(path: str, names: str) -> bool:
     return any(fnmatchcase(path, name) or fnmatchcase(path, f"*.{name}") for name in names.split())
 
 
-def _is_replicated(name: str) -> bool:
-    return _matches(name.removesuffix(".weight").removesuffix(".bias"), " ".join(REPLICATED))
+def _is_replicated(name: str, shapes: Shapes) -> bool:
+    path = name.removesuffix(".weight").removesuffix(".bias")
+    module, _, last = path.rpartition(".")
+    gates_values = last == "gate" and any(other.startswith(f"{module}.up") for other in shapes)  # and routes nothing
+    return not gates_values and _matches(path, " ".join(REPLICATED))
 
 
 def is_conv1d(path: str, shapes: Shapes) -> bool:
