@@ -28,7 +28,7 @@ def bucket(program: Program, small: int = 256 << 10, limit: int = 4 << 20) -> Pr
     Args:
         program: a rank's program.
         small: collectives of fewer bytes are joined: of the operand of a sum, of the result of a gather.
-        limit: up to so many bytes together.
+        limit: up to so many bytes together; of gathers of inputs, whose results wait for their use, half of `small`.
     """
     order = program.instructions
     packing = {}  # of gathers of inputs: by the pending slot, positions of what packs the operand
@@ -95,7 +95,8 @@ def _groups(program: Program, of_inputs: Collection[int], small: int, limit: int
         # Of inputs, those of the forward and of the backward stay apart: the same are gathered in both.
         when = instruction.origin.phase if instruction.pending in of_inputs else ""
         key = (instruction.kind, instruction.peers, dtype, when)
-        if sum(map(nbytes, open_groups.get(key, []))) + nbytes(instruction) > limit:
+        most = small // 2 if when else limit
+        if sum(map(nbytes, open_groups.get(key, []))) + nbytes(instruction) > most:
             close(key)
         open_groups.setdefault(key, []).append(instruction)
     for key in list(open_groups):

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from megalith.core import _compat
 from megalith.core.program import Compute, Instruction, Launch, Program, reads, writes
 
-__all__ = ["PREFETCH_BYTES", "Gather", "gathers_of_inputs", "prefetch"]
-
-PREFETCH_BYTES = 16 << 20
+__all__ = ["Gather", "gathers_of_inputs", "prefetch"]
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ def prefetch(program: Program, budget: int | None = None) -> Program:
 
     Args:
         program: a rank's program; all ranks have to have the same ops, lest they launch in different orders.
-        budget: bytes that may be gathered ahead of their use; by default `PREFETCH_BYTES`, or twice the largest.
+        budget: bytes that may be gathered ahead of their use; by default twice the largest.
     """
     gathers = gathers_of_inputs(program)
     if not gathers:
         return program
-    limit = max(PREFETCH_BYTES, 2 * max(g.nbytes for g in gathers)) if budget is None else budget
+    limit = 2 * max(g.nbytes for g in gathers) if budget is None else budget
     waiting = deque(gathers)
     packed = {member for gather in gathers for member in gather.members}
     ahead: dict[int, int] = {}  # position of a launch that was issued before its time -> its bytes
