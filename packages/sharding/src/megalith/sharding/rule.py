@@ -35,6 +35,8 @@ class Rule:
         at: the dim, named by no factor, that `recut` is about.
         recut: of an op that cuts or joins a dim: this dim of the output from this dim of the operands, where each rank
             can make its shard alone; else None, and the dim is whole.
+        sent: two factors, of what travels and of the places it goes to (rows and experts): they may be cut over the
+            same axes, and each piece travels to the rank that holds its place.
         ring: pairs `(operand, dim)`: where these dims are sharded alike they stay so, blocked or not, and the ranks
             pass their blocks around a ring until each has met all; no partial sum is left.
     """
