@@ -1,9 +1,9 @@
 """A recipe writes the table that a person would write; recipes compose; each tensor gets exactly its own layout."""
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from unseen import Unseen
 
 from megalith.sharding import Mesh
 from megalith.sharding.grammar import parse_layout, parse_stored_used
@@ -160,20 +160,6 @@ def test_storage_is_split_along_the_first_long_dim(shape, stored):
 
 
 # --- models that no table knows ---------------------------------------------------------------------------------------
-
-
-class Unseen(torch.nn.Module):
-    """A transformer in somebody's own words."""
-
-    def __init__(self, vocab=48, width=16, layers=2):
-        super().__init__()
-        self.tok_emb, self.pos_emb = torch.nn.Embedding(vocab, width), torch.nn.Embedding(16, width)
-        self.stack = torch.nn.ModuleList()
-        for _ in range(layers):
-            mix = torch.nn.ModuleDict({name: torch.nn.Linear(width, width) for name in ("ask", "tell", "say", "mix")})
-            feed = torch.nn.Sequential(torch.nn.Linear(width, 40), torch.nn.GELU(), torch.nn.Linear(40, width))
-            self.stack.append(torch.nn.ModuleDict({"n1": torch.nn.LayerNorm(width), "mixer": mix, "feed": feed}))
-        self.output = torch.nn.Linear(width, vocab)
 
 
 def test_an_unseen_model_is_split_by_its_shapes():

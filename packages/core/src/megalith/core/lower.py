@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from megalith.core import dispatch, ring
+from megalith.core.aliases import aliases
 from megalith.core.decompose import FACTORIES
 from megalith.core.localize import LOCALIZE, Emit, identity
-from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, without_dead, writes
+from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, renamed, without_dead
 from megalith.sharding.graph import Call, Local, Origin, Ref, TensorType, map_refs, op_name, refs
 from megalith.sharding.layout import Layout
 from megalith.sharding.partition import Move, Partition, Run, Version
@@ -372,30 +373,17 @@ def _mark_overwrites(
 
     A buffer that may share memory with another slot (a view of it, or the other way round) is not marked.
     """
-    family: dict[int, int] = {}
-    for instruction in instructions:
-        if isinstance(instruction, Compute) and _may_alias(instruction):
-            first = next(iter(reads(instruction)), None)
-            if first is not None:
-                for out in writes(instruction):
-                    family[out] = family.get(first, first)
+    root = aliases(instructions).root
     last: dict[int, int] = {}
     for position, instruction in enumerate(instructions):
         for slot in reads(instruction):
-            last[family.get(slot, slot)] = position
-    kept_alive = {family.get(s, s) for s in pinned} | {family.get(r.id, r.id) for r in refs(outputs)}
+            last[root(slot)] = position
+    kept_alive = {root(slot) for slot in pinned} | {root(ref.id) for ref in refs(outputs)}
     marked: list[Instruction] = []
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Launch):
-            root = family.get(instruction.buffer, instruction.buffer)
-            if last.get(root) == position and root not in kept_alive:
+            buffer = root(instruction.buffer)
+            if last.get(buffer) == position and buffer not in kept_alive:
                 instruction = replace(instruction, may_overwrite=True)
         marked.append(instruction)
     return tuple(marked)
-
-
-_VIEWS = {"aten.reshape.default", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor"}
-
-
-def _may_alias(instruction: Compute) -> bool:
-    return op_name(instruction.fn) in _VIEWS or not hasattr(instruction.fn, "overloadpacket")

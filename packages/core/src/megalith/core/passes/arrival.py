@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megalith.core.passes.aliases import aliases, mutated
+from megalith.core.aliases import aliases, mutated
 from megalith.core.program import Compute, Launch, Program, Wait, reads, writes
 
 __all__ = ["arrival"]
@@ -20,7 +20,7 @@ def arrival(program: Program) -> Program:
     order = program.instructions
     computed = [i for i, o in enumerate(order) if isinstance(o, Compute) and o.origin.phase != "update"]
     start = 1 + max(computed, default=-1)
-    memory = aliases(program)
+    memory = aliases(program.instructions)
     sent = {o.pending: i for i, o in enumerate(order) if isinstance(o, Launch)}
     made: dict[int, int] = {}  # slot -> key of the op that makes it
     touched: dict[int, int] = {}  # root of memory -> the largest key of an op that reads or writes it

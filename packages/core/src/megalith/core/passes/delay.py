@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from megalith.core.passes.aliases import aliases
+from megalith.core.aliases import aliases
 from megalith.core.program import Compute, Instruction, Launch, Program, Wait, reads, writes
 
 __all__ = ["delay"]
@@ -74,7 +74,7 @@ class _Room:
     """How many bytes are alive at each instruction; as many more may be held as the peak allows."""
 
     def __init__(self, program: Program) -> None:
-        self.root = aliases(program).root
+        self.root = aliases(program.instructions).root
         order = program.instructions
         self.bytes = {slot: kind.nbytes for slot, kind in program.types.items()}
         self.made: dict[int, int] = {}  # root of memory -> the position that writes it first

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megalith.core import _compat, ops
-from megalith.core.passes.aliases import aliases
+from megalith.core.aliases import aliases
 from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, reads
 from megalith.sharding.aten.pointwise import POINTWISE
 from megalith.sharding.graph import Ref, op_name, refs
@@ -86,7 +86,7 @@ class _Memory:
     """When each piece of memory is read last, and what may not be written at all."""
 
     def __init__(self, program: Program, donated: Sequence[tuple[int, int]]) -> None:
-        self.aliases = aliases(program)
+        self.aliases = aliases(program.instructions)
         self.last: dict[int, int] = {}
         pinned = {*program.inputs, *program.constants} - {program.inputs[i] for i, _ in donated}
         under_way: dict[int, int] = {}  # pending slot -> root of what is sent

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from megalith.core import _compat
-from megalith.core.passes.aliases import aliases, mutated
+from megalith.core.aliases import aliases, mutated
 from megalith.core.program import SUMS, Compute, Instruction, Launch, Program, Wait, reads, writes
 
 __all__ = ["overlap"]
@@ -49,7 +49,7 @@ def overlap(program: Program, early: bool = True) -> Program:
 
 def _overwriting(program: Program) -> Iterator[tuple[Wait, int]]:
     """Waits and the positions of ops that write into what was sent: not before the wait."""
-    memory = aliases(program)
+    memory = aliases(program.instructions)
     sent: dict[int, int] = {}  # pending slot -> root of what is sent
     awaited: dict[int, list[Wait]] = {}  # by that root
     for i, instruction in enumerate(program.instructions):

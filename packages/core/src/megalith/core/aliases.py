@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megalith.core import _compat, ops
-from megalith.core.program import Compute, Instruction, Program, reads, writes
+from megalith.core.program import Compute, Instruction, reads, writes
 from megalith.sharding.graph import op_name
 
 __all__ = ["Aliases", "aliases", "mutated"]
@@ -31,11 +32,11 @@ class Aliases:
         return self.family.get(slot, slot)
 
 
-def aliases(program: Program) -> Aliases:
-    """Who shares memory with whom, over a whole program."""
+def aliases(instructions: Iterable[Instruction]) -> Aliases:
+    """Who shares memory with whom, over all of a program's instructions."""
     family: dict[int, int] = {}
     shared: set[int] = set()
-    for instruction in program.instructions:
+    for instruction in instructions:
         if not isinstance(instruction, Compute):
             continue
         is_opaque = not hasattr(instruction.fn, "overloadpacket")
